@@ -1,0 +1,1 @@
+"""The ordered transactional key-value port and its engines (memory, sqlite, postgresql)."""

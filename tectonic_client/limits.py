@@ -1,0 +1,116 @@
+"""Every limit of the client, with its unit in the name and its reason beside the number."""
+
+from __future__ import annotations
+
+from typing import Final
+
+KiB: Final = 1024
+MiB: Final = 1024 * KiB
+GiB: Final = 1024 * MiB
+
+# --- devices and chunks -----------------------------------------------------------------------
+
+ALIGNMENT_BYTES: Final = 4 * KiB
+"""O_DIRECT address, offset and length granularity: the page size, a multiple of every sector."""
+
+CHECKSUM_UNIT_BYTES: Final = 64 * KiB
+"""One CRC32C covers this much: small enough for random reads, large enough for 17 GB/s."""
+
+CHUNK_HEADER_BYTES: Final = 4 * KiB
+"""A chunk's header: one aligned page, so that the payload stays aligned."""
+
+MAX_CHUNK_BYTES: Final = 32 * MiB
+"""Largest payload of a chunk: its 512 CRCs fit in the header with room to spare."""
+
+MIN_CHUNK_BYTES: Final = 64 * KiB
+"""Smallest configurable chunk: one checksum unit."""
+
+DEFAULT_CHUNK_BYTES: Final = 8 * MiB
+"""Tectonic's chunk size; device speed is reached from 4 MiB on."""
+
+DEFAULT_BLOCK_BYTES: Final = 64 * MiB
+"""Eight chunks. Tectonic uses about 72 MiB."""
+
+MAX_CHUNKS_PER_BLOCK: Final = 1024
+"""Bounds a block record; far above any sensible block size / chunk size."""
+
+# --- memory -----------------------------------------------------------------------------------
+
+DEFAULT_MEMORY_LIMIT_BYTES: Final = 256 * MiB
+"""Memory of one client (mount, rank) beyond the interpreter and its libraries."""
+
+MIN_MEMORY_LIMIT_BYTES: Final = 64 * MiB
+"""Enough for two chunks being written and two being read at the default chunk size."""
+
+POOL_SHARE: Final = 0.5
+"""Part of the memory limit that the buffer pool may use; the rest covers request buffers,
+metadata caches, thread stacks and the allocator's slack."""
+
+# --- concurrency ------------------------------------------------------------------------------
+
+STORE_WRITE_THREADS: Final = 4
+"""Concurrent chunk puts of a client: fdatasync needs four in flight to reach the device limit."""
+
+STORE_READ_THREADS: Final = 4
+"""Concurrent chunk gets of a client."""
+
+METADATA_READ_THREADS: Final = 8
+"""Concurrent read transactions of a client on engines whose reads may wait (PostgreSQL)."""
+
+MAX_TRANSACTIONS_WAITING: Final = 4096
+"""Queue of transactions waiting for the embedded engine's writer."""
+
+# --- metadata ---------------------------------------------------------------------------------
+
+MAX_NAME_BYTES: Final = 255
+"""NAME_MAX of Linux."""
+
+MAX_SYMLINK_BYTES: Final = 4095
+"""PATH_MAX of Linux without the terminating NUL."""
+
+MAX_SYMLINKS_FOLLOWED: Final = 40
+"""As Linux does (path_resolution(7))."""
+
+MAX_PATH_DEPTH: Final = 4096
+"""Bounds walks to the root."""
+
+MAX_FILE_BYTES: Final = 2**63 - 1
+"""Largest off_t."""
+
+MAX_LINKS: Final = 65_000
+"""As ext4."""
+
+MAX_VALUE_BYTES: Final = 1 * MiB
+"""Largest value of a KV pair; engines may be remote."""
+
+MAX_KEY_BYTES: Final = 1024
+"""Largest key: longer than any key that the layers build."""
+
+IDS_PER_LEASE: Final = 4096
+"""Inode and block ids handed to a session at once: one metadata transaction per this many."""
+
+SCAN_PAGE_ROWS: Final = 1000
+"""Rows per page of a long scan, so that no transaction or reply grows without bound."""
+
+RECLAIM_BATCH_EXTENTS: Final = 256
+"""Extents of a deleted file removed per transaction."""
+
+PARENT_TIME_LANES: Final = 16
+"""Rows over which the times of one directory are spread, so that creators do not conflict."""
+
+# --- time -------------------------------------------------------------------------------------
+
+METADATA_DEADLINE_S: Final = 30.0
+"""A metadata transaction that got no answer by then fails."""
+
+STORE_DEADLINE_S: Final = 60.0
+"""A chunk operation that got no answer by then fails."""
+
+HEARTBEAT_INTERVAL_S: Final = 5.0
+"""How often a session shows that it lives."""
+
+SESSION_EXPIRY_S: Final = 60.0
+"""A session without heartbeat for this long is dead: above any plausible pause of a trainer."""
+
+DEAD_BLOCK_GRACE_S: Final = 30.0
+"""While other sessions live, chunks of a deleted block stay readable for this long."""
