@@ -175,6 +175,10 @@ class BadOption(VolumeError):
     """An option's value is outside its range."""
 
 
+class UsedAfterFork(VolumeError):
+    """Opened before a fork and used in the child; open it again there."""
+
+
 class SessionLost(PermanentError):
     """The session was declared dead and cleaned up; reopen the volume."""
 

@@ -46,6 +46,24 @@ POOL_SHARE: Final = 0.5
 """Part of the memory limit that the buffer pool may use; the rest covers request buffers,
 metadata caches, thread stacks and the allocator's slack."""
 
+LARGE_WRITE_BYTES: Final = 128 * KiB
+"""A first write of at least this much announces a large file: it gets a whole chunk buffer."""
+
+SEQUENTIAL_BYTES: Final = 256 * KiB
+"""A reader that went straight on for this long is served by whole chunks and read-ahead."""
+
+SEQUENTIAL_SLACK_BYTES: Final = 2 * MiB
+"""The kernel's read-ahead sends requests out of order within about this distance."""
+
+READ_AHEAD_CHUNKS: Final = 3
+"""Chunks read ahead of a sequential reader: enough to keep the device busy at its latency."""
+
+CHUNK_CACHE_SHARE: Final = 0.75
+"""Part of the buffer pool that read chunks may occupy; writers can always take it back."""
+
+MAX_CACHED_BLOCK_RECORDS: Final = 8192
+"""Block records kept per client, about 1 KiB each: half a TiB of file data at default size."""
+
 # --- concurrency ------------------------------------------------------------------------------
 
 STORE_WRITE_THREADS: Final = 4
@@ -60,7 +78,26 @@ METADATA_READ_THREADS: Final = 8
 MAX_TRANSACTIONS_WAITING: Final = 4096
 """Queue of transactions waiting for the embedded engine's writer."""
 
+MAX_TRANSACTIONS_PER_COMMIT: Final = 256
+"""Transactions that share one commit of the embedded engine: bounds how long it holds the lock
+that other processes wait for."""
+
 # --- metadata ---------------------------------------------------------------------------------
+
+SQLITE_READ_CONNECTIONS: Final = 8
+"""Concurrent reads of the embedded engine in one process; each has a page cache of its own."""
+
+SQLITE_READ_CACHE_BYTES: Final = 2 * MiB
+"""Page cache of a read connection; the kernel's page cache lies behind it."""
+
+SQLITE_WRITE_CACHE_BYTES: Final = 8 * MiB
+"""Page cache of the writer: holds the pages that one commit changes."""
+
+SQLITE_WAL_PAGES: Final = 2000
+"""Pages of 4 KiB in the write-ahead log at which the writer moves them into the database."""
+
+SQLITE_WAL_FILE_BYTES: Final = 64 * MiB
+"""A write-ahead log that grew beyond this is cut back once its pages are in the database."""
 
 MAX_NAME_BYTES: Final = 255
 """NAME_MAX of Linux."""
@@ -111,6 +148,18 @@ HEARTBEAT_INTERVAL_S: Final = 5.0
 
 SESSION_EXPIRY_S: Final = 60.0
 """A session without heartbeat for this long is dead: above any plausible pause of a trainer."""
+
+DIRTY_EXPIRY_S: Final = 5.0
+"""Written data is flushed after about this long, asked for or not."""
+
+MEMORY_RETRY_S: Final = 0.02
+"""How often idle buffers are looked for while somebody waits for memory: a few chunk writes."""
+
+SHUTDOWN_DEADLINE_S: Final = 120.0
+"""Closing a client flushes what is dirty; whatever hangs longer than this is given up."""
+
+CLEANUP_INTERVAL_S: Final = 60.0
+"""How often a client looks for dead sessions and what they left."""
 
 DEAD_BLOCK_GRACE_S: Final = 30.0
 """While other sessions live, chunks of a deleted block stay readable for this long."""

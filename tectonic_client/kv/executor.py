@@ -1,0 +1,82 @@
+"""A metadata engine for trio: nothing here makes the event loop wait for a disk or a network.
+
+Owns where calls run. Reads of engines that never wait run inline; others in threads. Writes go to
+the engine's own queue where it has one (`submit`), so that a waiting transaction costs no thread
+and one commit serves many; else into threads.
+
+A transaction that has been handed to the engine is not given up when its task is cancelled: the
+call returns its outcome, and the cancellation arrives at the task's next checkpoint. The engine's
+deadline bounds how long that takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from typing import Protocol, TypeVar, runtime_checkable
+
+import trio
+
+from tectonic_client.errors import MetadataUnavailable, UnknownOutcome
+from tectonic_client.kv.port import KV, ReadTransaction, Transaction
+from tectonic_client.limits import METADATA_DEADLINE_S, METADATA_READ_THREADS
+
+T = TypeVar("T")
+
+
+@runtime_checkable
+class SubmittingKV(KV, Protocol):
+    """An engine that queues transactions itself."""
+
+    def submit(self, fn: Callable[[Transaction], T], *, durable: bool = False) -> Future[T]:
+        """As `transact`, without waiting; cancelling the future takes back what has not begun."""
+
+
+class AsyncKV:
+    """`kv` for the tasks of one trio loop; `deadline_s` as the engine's own."""
+
+    def __init__(self, kv: KV, *, deadline_s: float = METADATA_DEADLINE_S) -> None:
+        self._kv = kv
+        self._deadline_s = deadline_s
+        self._threads = trio.CapacityLimiter(METADATA_READ_THREADS)
+
+    @property
+    def sync(self) -> KV:
+        """The engine itself, for threads."""
+        return self._kv
+
+    async def read(self, fn: Callable[[ReadTransaction], T]) -> T:
+        """As `KV.read`."""
+        if self._kv.reads_may_block:
+            return await trio.to_thread.run_sync(self._kv.read, fn, limiter=self._threads)
+        await trio.lowlevel.checkpoint()
+        return self._kv.read(fn)
+
+    async def transact(self, fn: Callable[[Transaction], T], *, durable: bool = False) -> T:
+        """As `KV.transact`. A cancelled call either did nothing or returns the outcome."""
+        if not isinstance(self._kv, SubmittingKV):
+            call = partial(self._kv.transact, fn, durable=durable)
+            return await trio.to_thread.run_sync(call, limiter=self._threads)
+        await trio.lowlevel.checkpoint_if_cancelled()
+        future = self._kv.submit(fn, durable=durable)
+        with trio.CancelScope(shield=True):
+            await self._settle(future)
+        return future.result()
+
+    async def _settle(self, future: Future[T]) -> None:
+        """Wait until `future` is done. Raises MetadataUnavailable, UnknownOutcome if it is not."""
+        settled = trio.Event()
+        token = trio.lowlevel.current_trio_token()
+        future.add_done_callback(lambda _: token.run_sync_soon(settled.set))
+        with trio.move_on_after(self._deadline_s):
+            await settled.wait()
+            return
+        if future.cancel():
+            raise MetadataUnavailable(
+                f"metadata transaction did not begin in {self._deadline_s:.0f} s"
+            )
+        with trio.move_on_after(self._deadline_s):
+            await settled.wait()
+            return
+        raise UnknownOutcome(f"metadata commit got no answer in {2 * self._deadline_s:.0f} s")

@@ -1,0 +1,69 @@
+"""A fair lock between the processes of one machine, on two bytes of a file.
+
+SQLite's own write lock is correct but deals badly with contention: a waiter sleeps and polls, for
+up to 100 ms, and one process that writes all the time starves the others for seconds. This lock
+decides whose turn it is; it protects nothing by itself. The kernel wakes its waiters at once.
+
+Whoever wants the lock first takes byte 0 (the gate), then byte 1 (the lock), then leaves the gate.
+One waiter thus stands in the gate, and the holder, once it has let go, cannot overtake it.
+
+The locks belong to the open file description (F_OFD_SETLKW, fcntl(2)): they also work between two
+instances in one process, and the kernel drops them when the process dies. A forked child would
+share them and keep them alive, so the child closes its copies at once.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import struct
+import weakref
+from types import TracebackType
+
+_GATE = 0
+_LOCK = 1
+
+
+def _set(descriptor: int, kind: int, byte: int) -> None:
+    # struct flock: l_type, l_whence, l_start, l_len, l_pid (must be 0), padded by "0q".
+    flock = struct.pack("hhqqi0q", kind, os.SEEK_SET, byte, 1, 0)
+    fcntl.fcntl(descriptor, fcntl.F_OFD_SETLKW, flock)
+
+
+class FairFileLock:
+    """`with lock:` waits without a bound, GIL released. One thread at a time may use an instance.
+
+    Raises OSError where `path` cannot be opened or created.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        _open_locks.add(self)
+
+    def __enter__(self) -> None:
+        _set(self._descriptor, fcntl.F_WRLCK, _GATE)
+        _set(self._descriptor, fcntl.F_WRLCK, _LOCK)
+        _set(self._descriptor, fcntl.F_UNLCK, _GATE)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        _set(self._descriptor, fcntl.F_UNLCK, _LOCK)
+
+    def close(self) -> None:
+        _open_locks.discard(self)
+        os.close(self._descriptor)
+
+
+_open_locks: weakref.WeakSet[FairFileLock] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    for lock in list(_open_locks):
+        lock.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
