@@ -5,10 +5,11 @@
     |   +-- StoreUnavailable, MetadataUnavailable, TransactionConflict, DeadlineExceeded
     +-- UnknownOutcome        a write that may or may not have happened; look before trying again
     +-- CorruptionError       stored bytes are wrong or gone; never returned as data
-    |   +-- CorruptRecord, CorruptChunk, ChunkMissing
+    |   +-- CorruptRecord, CorruptChunk, ChunkMissing, CorruptCheckpoint
     +-- PermanentError        trying again gives the same answer
         +-- FileSystemError   POSIX answers: NotFound, Exists, NotEmpty, NoSpace, ...
         +-- VolumeError       VolumeNotFound, VolumeExists, FormatTooNew, StoreMismatch, BadURL, ...
+        +-- MountError        a directory cannot be mounted or unmounted as asked
         +-- SessionLost       this client was declared dead; what it had not published is gone
         +-- CheckpointError   StepExists, StepNotFound, RanksMissing, StateMismatch, ...
 
@@ -75,6 +76,10 @@ class CorruptChunk(CorruptionError):
 
 class ChunkMissing(CorruptionError):
     """A chunk that metadata names is not in its store."""
+
+
+class CorruptCheckpoint(CorruptionError):
+    """A checkpoint file's header, tree or index breaks its format."""
 
 
 # --- POSIX answers ----------------------------------------------------------------------------
@@ -177,6 +182,10 @@ class BadOption(VolumeError):
 
 class UsedAfterFork(VolumeError):
     """Opened before a fork and used in the child; open it again there."""
+
+
+class MountError(PermanentError):
+    """A directory cannot be mounted or unmounted as asked."""
 
 
 class SessionLost(PermanentError):

@@ -46,6 +46,9 @@ POOL_SHARE: Final = 0.5
 """Part of the memory limit that the buffer pool may use; the rest covers request buffers,
 metadata caches, thread stacks and the allocator's slack."""
 
+MIN_BUFFER_BYTES: Final = 64 * KiB
+"""Smallest piece of the buffer pool: one checksum unit."""
+
 LARGE_WRITE_BYTES: Final = 128 * KiB
 """A first write of at least this much announces a large file: it gets a whole chunk buffer."""
 
@@ -64,6 +67,9 @@ CHUNK_CACHE_SHARE: Final = 0.75
 MAX_CACHED_BLOCK_RECORDS: Final = 8192
 """Block records kept per client, about 1 KiB each: half a TiB of file data at default size."""
 
+MAX_CACHED_CHUNK_HEADERS: Final = 8192
+"""Chunk headers kept per client, about 0.8 KiB each: checksums of 64 GiB at the default size."""
+
 # --- concurrency ------------------------------------------------------------------------------
 
 STORE_WRITE_THREADS: Final = 4
@@ -74,6 +80,9 @@ STORE_READ_THREADS: Final = 4
 
 METADATA_READ_THREADS: Final = 8
 """Concurrent read transactions of a client on engines whose reads may wait (PostgreSQL)."""
+
+METADATA_WRITE_THREADS: Final = 8
+"""Concurrent write transactions of a client on engines without a queue of their own."""
 
 MAX_TRANSACTIONS_WAITING: Final = 4096
 """Queue of transactions waiting for the embedded engine's writer."""
@@ -126,6 +135,9 @@ MAX_KEY_BYTES: Final = 1024
 IDS_PER_LEASE: Final = 4096
 """Inode and block ids handed to a session at once: one metadata transaction per this many."""
 
+MAX_SCHEMA_NAME_BYTES: Final = 63
+"""NAMEDATALEN of PostgreSQL without the NUL; it would cut longer names silently."""
+
 SCAN_PAGE_ROWS: Final = 1000
 """Rows per page of a long scan, so that no transaction or reply grows without bound."""
 
@@ -135,10 +147,39 @@ RECLAIM_BATCH_EXTENTS: Final = 256
 PARENT_TIME_LANES: Final = 16
 """Rows over which the times of one directory are spread, so that creators do not conflict."""
 
+# --- checkpoints ------------------------------------------------------------------------------
+
+MAX_CHECKPOINT_HEADER_BYTES: Final = 100_000_000
+"""Largest safetensors header: what the safetensors library accepts, so that it reads all we write."""
+
+MAX_CHECKPOINT_INDEX_BYTES: Final = 64 * MiB
+"""Largest index of a step: MAX_WORLD_SIZE ranks with room for user metadata."""
+
+MAX_STATE_DEPTH: Final = 64
+"""Nesting of a state: far above any real one, far below Python's recursion limit."""
+
+MAX_TENSOR_DIMENSIONS: Final = 64
+"""As NumPy; torch's limit is the same."""
+
+STRIDED_COPY_BYTES: Final = 1 * MiB
+"""Piece in which a non-contiguous device tensor is copied: bounds the temporary that it takes."""
+
+MAX_WORLD_SIZE: Final = 65_536
+"""Ranks of a save: Llama 3's 24,576 with room; a list of all of them fits in a record."""
+
+MAX_RUN_ID_BYTES: Final = 200
+"""A run's id is part of a key."""
+
 # --- time -------------------------------------------------------------------------------------
 
 METADATA_DEADLINE_S: Final = 30.0
 """A metadata transaction that got no answer by then fails."""
+
+METADATA_RETRY_MIN_S: Final = 0.002
+"""First pause, at most, before a transaction that lost is tried again: a few round trips."""
+
+METADATA_RETRY_MAX_S: Final = 0.5
+"""Longest pause: how late a client notices that the database is back."""
 
 STORE_DEADLINE_S: Final = 60.0
 """A chunk operation that got no answer by then fails."""
@@ -163,3 +204,35 @@ CLEANUP_INTERVAL_S: Final = 60.0
 
 DEAD_BLOCK_GRACE_S: Final = 30.0
 """While other sessions live, chunks of a deleted block stay readable for this long."""
+
+# --- the FUSE door ----------------------------------------------------------------------------
+
+FUSE_REQUEST_BYTES: Final = 1 * MiB
+"""Largest read or write that the kernel sends in one request (256 pages)."""
+
+FUSE_TASK_BYTES: Final = 2 * FUSE_REQUEST_BYTES
+"""Memory of one worker task: libfuse's receive buffer and the bytes object made from it."""
+
+FUSE_TASK_SHARE: Final = 0.125
+"""Part of the memory limit that worker tasks may use: 16 tasks at the default limit."""
+
+MIN_FUSE_TASKS: Final = 8
+"""Fewer, and a few writers that wait for memory would hold up every look-up."""
+
+MAX_FUSE_TASKS: Final = 64
+"""More requests than this in flight gain nothing from one event loop."""
+
+FUSE_READ_AHEAD_BYTES: Final = 1 * MiB
+"""What the kernel reads ahead through its page cache: requests of full size."""
+
+READDIR_FIRST_PAGE: Final = 32
+"""Entries fetched first per listing request: those of a 4 KiB reply; each further page doubles."""
+
+MAX_REMEMBERED_OPENS: Final = 16_384
+"""Files of which a mount remembers the last opened version, about 250 bytes each."""
+
+MOUNT_READY_S: Final = 60.0
+"""A new mount that has not answered a stat by then is given up."""
+
+UMOUNT_WAIT_S: Final = 180.0
+"""How long umount waits for the daemon: longer than SHUTDOWN_DEADLINE_S."""

@@ -1,0 +1,1 @@
+"""Checkpoints: collective saves of nested state as directories of standard safetensors files."""
