@@ -150,7 +150,7 @@ PARENT_TIME_LANES: Final = 16
 # --- checkpoints ------------------------------------------------------------------------------
 
 MAX_CHECKPOINT_HEADER_BYTES: Final = 100_000_000
-"""Largest safetensors header: what the safetensors library accepts, so that it reads all we write."""
+"""Largest safetensors header that the safetensors library accepts: it must read all we write."""
 
 MAX_CHECKPOINT_INDEX_BYTES: Final = 64 * MiB
 """Largest index of a step: MAX_WORLD_SIZE ranks with room for user metadata."""

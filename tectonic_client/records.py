@@ -1,7 +1,7 @@
 """Persisted metadata records: frozen dataclasses and their bytes. FORMAT.md has the byte tables.
 
-Every record is `kind u8 | version u8 | body | crc32c u32`, little-endian, the checksum over all that
-precedes it. A reader refuses a wrong kind, a bad checksum, and a version newer than it knows.
+Every record is `kind u8 | version u8 | body | crc32c u32`, little-endian, the checksum over all
+that precedes it. A reader refuses a wrong kind, a bad checksum, and a version newer than it knows.
 Pure: no I/O, no clock.
 """
 

@@ -17,13 +17,13 @@ from typing import NamedTuple, Protocol
 
 
 class ChunkKey(NamedTuple):
-    """Names a chunk: the block's id and the chunk's index in it."""
+    """Names a chunk: the block's id and the chunk's number in it."""
 
     block_id: int
-    index: int
+    chunk: int
 
     def __str__(self) -> str:
-        return f"{self.block_id:016x}.{self.index:04x}"
+        return f"{self.block_id:016x}.{self.chunk:04x}"
 
 
 class ChunkInfo(NamedTuple):

@@ -78,4 +78,4 @@ class KV(Protocol):
         """
 
     def close(self) -> None:
-        """Finish what is queued and release everything. Calls after it raise MetadataUnavailable."""
+        """Finish what is queued and release everything; later calls raise MetadataUnavailable."""

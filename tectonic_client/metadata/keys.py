@@ -169,22 +169,6 @@ def session(session_id: int) -> bytes:
     return group(SESSION, session_id)
 
 
-def session_lease(session_id: int, lease: int) -> bytes:
-    """Key that lists `lease` under its session."""
-    return group(SESSION, session_id) + _U64.pack(lease)
-
-
-def session_leases(session_id: int) -> tuple[bytes, bytes]:
-    """Range of the leases of a session (without its record)."""
-    prefix = group(SESSION, session_id)
-    return prefix + b"\x00", prefix_end(prefix)
-
-
-def parse_session_lease(key: bytes) -> int:
-    """Lease number of a session's lease key."""
-    return int(_U64.unpack_from(key, _GROUP.size)[0])
-
-
 def lease(number: int) -> bytes:
     """Key of the record that says which session holds a lease."""
     return group(LEASE, number)

@@ -1,0 +1,139 @@
+"""The background tasks of a client: heartbeat, flushing, memory, cleaning (see CONCURRENCY.md).
+
+Each task outlives any TectonicError: it is logged and the work is tried again at the next turn.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Awaitable, Callable
+
+import trio
+
+from tectonic_client.blocks.buffers import BufferPool
+from tectonic_client.errors import SessionLost, TectonicError
+from tectonic_client.filesystem.chunkcache import ChunkCache
+from tectonic_client.filesystem.core import FileSystem
+from tectonic_client.kv.executor import AsyncKV
+from tectonic_client.limits import (
+    CLEANUP_INTERVAL_S,
+    DEAD_BLOCK_GRACE_S,
+    DIRTY_EXPIRY_S,
+    HEARTBEAT_INTERVAL_S,
+    MEMORY_RETRY_S,
+)
+from tectonic_client.metadata.sessions import heartbeat
+from tectonic_client.upkeep.leftovers import Cleaner
+
+_log = logging.getLogger(__name__)
+
+
+class Signals:
+    """How the parts of a client wake its background tasks. Used from the event loop only."""
+
+    def __init__(self) -> None:
+        self.garbage = trio.Event()
+        self.memory = trio.Event()
+        self.orphans: set[int] = set()
+
+    def orphaned(self, inode: int) -> None:
+        """The inode lost its last name and is not open."""
+        self.orphans.add(inode)
+        self.garbage.set()
+
+    def blocks_freed(self) -> None:
+        """Blocks may have died."""
+        self.garbage.set()
+
+    def memory_wanted(self) -> None:
+        """Somebody waits for a buffer."""
+        self.memory.set()
+
+
+class BackgroundTasks:
+    """The tasks of one client."""
+
+    def __init__(
+        self, kv: AsyncKV, session_id: int, filesystem: FileSystem, cleaner: Cleaner,
+        cache: ChunkCache, pool: BufferPool, signals: Signals,
+    ) -> None:  # fmt: skip
+        self._kv = kv
+        self._session_id = session_id
+        self._filesystem = filesystem
+        self._cleaner = cleaner
+        self._cache = cache
+        self._pool = pool
+        self._signals = signals
+
+    def start(self, nursery: trio.Nursery, *, read_only: bool) -> None:
+        """Run the tasks until the nursery is cancelled."""
+        nursery.start_soon(self._give_memory)
+        if not read_only:
+            nursery.start_soon(self._beat)
+            nursery.start_soon(self._flush_expired)
+            nursery.start_soon(self._collect_garbage)
+            nursery.start_soon(self._clean_up)
+
+    async def _beat(self) -> None:
+        while True:
+            await trio.sleep(HEARTBEAT_INTERVAL_S)
+            try:
+                await self._kv.transact(lambda tx: heartbeat(tx, self._session_id))
+            except SessionLost as error:
+                _log.error("%s", error)
+                return
+            except TectonicError as error:
+                _log.warning("no heartbeat: %s", error)
+
+    async def _flush_expired(self) -> None:
+        while True:
+            await trio.sleep(DIRTY_EXPIRY_S / 4)
+            await self._filesystem.flush_expired(DIRTY_EXPIRY_S)
+
+    async def _give_memory(self) -> None:
+        """Evict read chunks, then flush idle writers, while somebody waits for a buffer."""
+        while True:
+            await self._signals.memory.wait()
+            self._signals.memory = trio.Event()
+            while self._pool.waiting:
+                if not self._cache.evict_one():
+                    await self._filesystem.flush_idle_buffers()
+                    # What is busy now may be idle then; each round is cheap.
+                    await trio.sleep(MEMORY_RETRY_S)
+
+    async def _collect_garbage(self) -> None:
+        """Reclaim orphans and delete dead blocks as they come."""
+        waiting = 0
+        while True:
+            with trio.move_on_after(DEAD_BLOCK_GRACE_S if waiting else float("inf")):
+                await self._signals.garbage.wait()
+            self._signals.garbage = trio.Event()
+            waiting = await self._attempt(self._collect) or 0
+
+    async def _collect(self) -> int:
+        await self.reclaim_orphans()
+        return await self._cleaner.delete_dead_blocks()
+
+    async def reclaim_orphans(self) -> None:
+        """Reclaim what was orphaned by this client so far."""
+        while self._signals.orphans:
+            inode = next(iter(self._signals.orphans))
+            await self._cleaner.reclaim(inode)
+            self._signals.orphans.discard(inode)
+
+    async def _clean_up(self) -> None:
+        """Look after what dead clients left: at the start, then now and then."""
+        while True:
+            await self._attempt(self._cleaner.clean_dead_sessions)
+            await self._attempt(self._cleaner.reclaim_abandoned_orphans)
+            await self._attempt(self._cleaner.delete_dead_blocks)
+            # Jitter keeps thousands of clients from looking at the same moment.
+            await trio.sleep(CLEANUP_INTERVAL_S * random.uniform(0.5, 1.5))
+
+    async def _attempt(self, work: Callable[[], Awaitable[int | None]]) -> int | None:
+        try:
+            return await work()
+        except TectonicError as error:
+            _log.warning("cleaning up: %s", error)
+            return None

@@ -1,0 +1,1 @@
+"""Pure encodings of data: checksums, compression, the format of a chunk."""

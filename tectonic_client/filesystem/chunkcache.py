@@ -1,0 +1,129 @@
+"""Whole chunks in memory for sequential readers: demand loading, read-ahead, eviction.
+
+A line is a verified chunk in pool memory. Lines are shared by all readers of a client; the least
+recently used go first, when the cache's share of the pool is used up or a writer needs memory. A
+line that somebody waits for or has just been handed stays until then.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import trio
+
+from tectonic_client.blocks.buffers import BufferPool
+from tectonic_client.blocks.reader import BlockReader, VerifiedRange
+from tectonic_client.errors import TectonicError
+from tectonic_client.limits import CHUNK_CACHE_SHARE
+from tectonic_client.records import BlockRecord
+
+
+class Line:
+    """A chunk that is in memory or on its way."""
+
+    __slots__ = ("error", "loaded", "ready", "users")
+
+    def __init__(self) -> None:
+        self.ready = trio.Event()
+        self.loaded: VerifiedRange | None = None
+        self.error: TectonicError | None = None
+        self.users = 0
+
+
+class ChunkCache:
+    """Used from the event loop only."""
+
+    def __init__(
+        self, reader: BlockReader, pool: BufferPool, chunk_bytes: int, nursery: trio.Nursery
+    ) -> None:
+        self._reader = reader
+        self._pool = pool
+        self._chunk_bytes = chunk_bytes
+        self._nursery = nursery
+        self._capacity = max(1, int(pool.capacity_bytes * CHUNK_CACHE_SHARE) // chunk_bytes)
+        self._lines: OrderedDict[tuple[int, int], Line] = OrderedDict()
+        self.hits = 0
+        self.misses = 0
+
+    def peek(self, block_id: int, index: int) -> memoryview | None:
+        """The chunk's bytes if they are in memory; valid until the next await."""
+        line = self._lines.get((block_id, index))
+        if line is None or line.loaded is None:
+            return None
+        self._lines.move_to_end((block_id, index))
+        self.hits += 1
+        return line.loaded.view
+
+    def has(self, block_id: int, index: int) -> bool:
+        """Whether the chunk is in memory or on its way."""
+        return (block_id, index) in self._lines
+
+    async def get(self, block_id: int, record: BlockRecord, index: int, context: str) -> memoryview:
+        """The chunk's bytes, loading them if need be; valid until the next await.
+
+        Raises what the reader raises.
+        """
+        line = self._lines.get((block_id, index))
+        if line is None:
+            self.misses += 1
+            self.make_room()
+            line = self._start(block_id, record, index, context)
+        self._lines.move_to_end((block_id, index))
+        line.users += 1
+        try:
+            await line.ready.wait()
+        finally:
+            line.users -= 1
+        if line.error is not None:
+            raise line.error
+        assert line.loaded is not None
+        return line.loaded.view
+
+    def prefetch(self, block_id: int, record: BlockRecord, index: int, context: str) -> None:
+        """Begin to load a chunk if memory allows; never waits."""
+        if (block_id, index) in self._lines:
+            return
+        self.make_room()
+        free = self._pool.capacity_bytes - self._pool.used_bytes
+        if len(self._lines) < self._capacity and free >= 2 * self._chunk_bytes:
+            self._start(block_id, record, index, context)
+
+    def _start(self, block_id: int, record: BlockRecord, index: int, context: str) -> Line:
+        line = self._lines[block_id, index] = Line()
+        self._nursery.start_soon(self._load, (block_id, index), record, context, line)
+        return line
+
+    async def _load(
+        self, key: tuple[int, int], record: BlockRecord, context: str, line: Line
+    ) -> None:
+        block_id, index = key
+        start = index * record.chunk_bytes
+        length = min(record.chunk_bytes, record.length - start)
+        try:
+            line.loaded = await self._reader.read_chunk_range(
+                block_id, record, index, 0, length, context=context
+            )
+        except TectonicError as error:
+            line.error = error
+            self._lines.pop(key, None)
+        finally:
+            line.ready.set()
+
+    def make_room(self) -> None:
+        """Evict until a further line fits the cache's share."""
+        while len(self._lines) >= self._capacity and self.evict_one():
+            pass
+
+    def evict_one(self) -> bool:
+        """Give back the memory of the line that was not used for longest; False if none can go."""
+        for key, line in self._lines.items():
+            if line.loaded is not None and not line.users:
+                del self._lines[key]
+                line.loaded.release()
+                return True
+        return False
+
+    def clear(self) -> None:
+        """Give back all memory (at the end, when nothing is loading)."""
+        while self.evict_one():
+            pass

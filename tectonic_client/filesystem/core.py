@@ -1,0 +1,311 @@
+"""The file system that the doors translate: operations on inodes, names and open handles.
+
+All methods are coroutines of one trio event loop; names and link targets are bytes. What they mean
+is in `namespace` (names) and `files` (bytes); this class joins the two with the handles of this
+client. Errors are those of `tectonic_client.errors`; FileSystemError and its kin are POSIX answers.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import time
+from collections.abc import Callable
+
+import trio
+
+from tectonic_client.blocks.stores import StoreSet
+from tectonic_client.errors import CorruptionError, NotFound, ReadOnly, TectonicError
+from tectonic_client.filesystem import namespace
+from tectonic_client.filesystem.files import Bytes, Files, FileServices
+from tectonic_client.filesystem.namespace import Actor, Place
+from tectonic_client.filesystem.openinode import DirectoryHandle, FileHandle, HandleTable
+from tectonic_client.filesystem.paths import path_of, resolve
+from tectonic_client.limits import SCAN_PAGE_ROWS
+from tectonic_client.metadata.ids import IdAllocator
+from tectonic_client.metadata.inodes import read_attributes, read_directory, read_symlink
+from tectonic_client.types import (
+    AttributeChanges,
+    Attributes,
+    DirectoryEntry,
+    FileSystemUsage,
+    Owner,
+    RenameFlag,
+)
+
+
+class FileSystem:
+    """See the module's text. Made by `volume.open_volume`."""
+
+    def __init__(
+        self,
+        services: FileServices,
+        ids: IdAllocator,
+        stores: StoreSet,
+        *,
+        read_only: bool,
+        on_orphan: Callable[[int], None],
+    ) -> None:
+        self._kv = services.kv
+        self._session_id = services.session_id
+        self._chunk_bytes = services.chunk_bytes
+        self._files = Files(services)
+        self._handles = HandleTable()
+        self._ids = ids
+        self._stores = stores
+        self._read_only = read_only
+        self._on_orphan = on_orphan
+        self._orphans: set[int] = set()
+
+    @property
+    def files(self) -> Files:
+        """The open files, for the volume's background tasks."""
+        return self._files
+
+    def _actor(self) -> Actor:
+        if self._read_only:
+            raise ReadOnly("the volume was opened read-only")
+        return Actor(self._session_id, time.time_ns())
+
+    def _overlay(self, attributes: Attributes) -> Attributes:
+        state = self._files.state_of(attributes.inode)
+        return attributes if state is None else state.overlay(attributes)
+
+    # --- names --------------------------------------------------------------------------------
+
+    async def resolve(self, path: str | bytes, *, follow: bool = True) -> int:
+        """The inode that an absolute path names."""
+        return await self._kv.read(lambda tx: resolve(tx, path, follow=follow))
+
+    async def lookup(self, parent: int, name: bytes) -> Attributes:
+        """The inode behind a name. Raises NotFound, NotDirectory, StaleHandle."""
+        return self._overlay(await self._kv.read(lambda tx: namespace.lookup(tx, parent, name)))
+
+    async def mknod(
+        self, parent: int, name: bytes, mode: int, owner: Owner, rdev: int = 0
+    ) -> Attributes:
+        """A new inode of the type in `mode` (S_IFREG where it has none)."""
+        actor = self._actor()
+        inode = await self._ids.next_id()
+        mode = mode if stat.S_IFMT(mode) else mode | stat.S_IFREG
+        return await self._kv.transact(
+            lambda tx: namespace.create(tx, parent, name, inode, mode, owner, actor, rdev)
+        )
+
+    async def mkdir(self, parent: int, name: bytes, mode: int, owner: Owner) -> Attributes:
+        """A new directory."""
+        return await self.mknod(parent, name, stat.S_IFDIR | stat.S_IMODE(mode), owner)
+
+    async def symlink(self, parent: int, name: bytes, target: bytes, owner: Owner) -> Attributes:
+        """A new symbolic link."""
+        actor = self._actor()
+        inode = await self._ids.next_id()
+        return await self._kv.transact(
+            lambda tx: namespace.symlink(tx, parent, name, inode, target, owner, actor)
+        )
+
+    async def readlink(self, inode: int) -> bytes:
+        """Target of a symbolic link."""
+        return await self._kv.read(lambda tx: read_symlink(tx, inode))
+
+    async def link(self, inode: int, parent: int, name: bytes) -> Attributes:
+        """One more name of a file."""
+        actor = self._actor()
+        return self._overlay(
+            await self._kv.transact(lambda tx: namespace.link(tx, inode, parent, name, actor))
+        )
+
+    async def unlink(self, parent: int, name: bytes) -> None:
+        """Remove a name; the file lives on while somebody has it open."""
+        actor = self._actor()
+        self._orphaned(
+            await self._kv.transact(lambda tx: namespace.unlink(tx, parent, name, actor))
+        )
+
+    async def rmdir(self, parent: int, name: bytes) -> None:
+        """Remove an empty directory."""
+        actor = self._actor()
+        self._orphaned(await self._kv.transact(lambda tx: namespace.rmdir(tx, parent, name, actor)))
+
+    async def rename(
+        self, old_parent: int, old_name: bytes, new_parent: int, new_name: bytes,
+        flags: RenameFlag = RenameFlag.NONE,
+    ) -> None:  # fmt: skip
+        """rename(2), atomic, across directories; flags as renameat2(2)."""
+        actor = self._actor()
+        old, new = Place(old_parent, old_name), Place(new_parent, new_name)
+        self._orphaned(
+            await self._kv.transact(lambda tx: namespace.rename(tx, old, new, flags, actor))
+        )
+
+    def _orphaned(self, inode: int | None) -> None:
+        """An inode lost its last name: reclaim it now, or when its last handle is closed."""
+        if inode is None:
+            return
+        if self._files.is_open(inode):
+            self._orphans.add(inode)
+        else:
+            self._on_orphan(inode)
+
+    # --- attributes ---------------------------------------------------------------------------
+
+    async def getattr(self, inode: int) -> Attributes:
+        """What stat tells, unflushed writes of this client included. Raises StaleHandle."""
+        return self._overlay(await self._kv.read(lambda tx: read_attributes(tx, inode)))
+
+    async def setattr(self, inode: int, changes: AttributeChanges) -> Attributes:
+        """chmod, chown, utimens and truncate; returns the attributes after it."""
+        actor = self._actor()
+        if changes.size is not None:
+            await self._files.truncate(inode, changes.size, actor.now_ns)
+        state = self._files.state_of(inode)
+        if changes.mtime_ns is not None and state is not None and state.dirty:
+            # The time that is set must not be overwritten by a later flush of earlier writes.
+            await self._files.flush(state)
+        return self._overlay(
+            await self._kv.transact(
+                lambda tx: namespace.change_attributes(tx, inode, changes, actor)
+            )
+        )
+
+    async def statfs(self) -> FileSystemUsage:
+        """Space of the stores that take new chunks."""
+        usage = await self._stores.usage()
+        return FileSystemUsage(usage.total_bytes, usage.free_bytes, self._chunk_bytes)
+
+    # --- files --------------------------------------------------------------------------------
+
+    async def create(
+        self, parent: int, name: bytes, mode: int, owner: Owner, flags: int
+    ) -> tuple[Attributes, int]:
+        """A new regular file, open. Raises Exists whether or not O_EXCL is among the flags."""
+        mode = stat.S_IFREG | stat.S_IMODE(mode)
+        attributes = await self.mknod(parent, name, mode, owner)
+        return attributes, await self.open(attributes.inode, flags & ~os.O_TRUNC)
+
+    async def open(self, inode: int, flags: int) -> int:
+        """Handle of a regular file."""
+        if flags & os.O_ACCMODE != os.O_RDONLY or flags & os.O_TRUNC:
+            self._actor()
+        handle = await self._files.open(inode, flags)
+        if flags & os.O_TRUNC:
+            await self._files.truncate(inode, 0, time.time_ns())
+        return self._handles.add(handle)
+
+    async def read(self, handle: int, offset: int, size: int) -> Bytes:
+        """Bytes from `offset`; fewer only at the end. Valid until the caller's next await.
+
+        Raises CorruptChunk, ChunkMissing (naming path, block and store), StoreUnavailable.
+        """
+        opened = self._handles.file(handle)
+        try:
+            return await self._files.read(opened, offset, size)
+        except CorruptionError as error:
+            inode = opened.state.inode
+            path = await self._kv.read(lambda tx: path_of(tx, inode))
+            raise type(error)(f"{path}: {error}") from error
+
+    async def write(self, handle: int, offset: int, data: Bytes) -> int:
+        """Write all of `data`. Raises NoSpace and other store errors, maybe of earlier writes."""
+        return await self._files.write(self._handles.file(handle), offset, data)
+
+    async def flush(self, handle: int) -> None:
+        """As close(2): everything written survives a crash of this process."""
+        opened = self._handles.file(handle)
+        if opened.writable and not self._is_orphan(opened):
+            await self._files.flush(opened.state)
+
+    async def fsync(self, handle: int, *, data_only: bool = False) -> None:
+        """As fsync(2): everything written, and the file's name, survives power loss.
+
+        `data_only` is accepted; the data cannot be durable without the metadata that names it.
+        """
+        opened = self._handles.file(handle)
+        await self._files.flush(opened.state, durable=True)
+
+    async def release(self, handle: int) -> None:
+        """Close a handle. Errors of the last flush are raised; the handle is gone in any case."""
+        opened = self._handles.file(handle)
+        self._handles.remove(handle)
+        inode = opened.state.inode
+        try:
+            await self._files.close(opened, discard=self._is_orphan(opened))
+        finally:
+            if inode in self._orphans and not self._files.is_open(inode):
+                self._orphans.discard(inode)
+                self._on_orphan(inode)
+
+    def _is_orphan(self, handle: FileHandle) -> bool:
+        return handle.state.inode in self._orphans
+
+    # --- directories --------------------------------------------------------------------------
+
+    async def opendir(self, inode: int) -> int:
+        """Handle of a directory."""
+        await self._kv.read(lambda tx: read_directory(tx, inode))
+        return self._handles.add(DirectoryHandle(inode))
+
+    async def readdir(
+        self, handle: int, cookie: int, limit: int = SCAN_PAGE_ROWS
+    ) -> list[DirectoryEntry]:
+        """A page of entries behind `cookie` (0: the first ones), without "." and "..".
+
+        Entries that exist throughout a listing appear exactly once, whatever happens to others.
+        """
+        inode = self._handles.directory(handle).inode
+        page = await self._kv.read(lambda tx: namespace.list_directory(tx, inode, cookie, limit))
+        return [entry._replace(attributes=self._overlay(entry.attributes)) for entry in page]
+
+    async def releasedir(self, handle: int) -> None:
+        """Close a directory's handle."""
+        self._handles.remove(handle)
+
+    async def fsyncdir(self, handle: int) -> None:
+        """Every acknowledged change of names survives power loss."""
+        await self._files.sync_metadata()
+
+    # --- the whole ----------------------------------------------------------------------------
+
+    async def sync(self, *, durable: bool = True) -> None:
+        """Flush every open file. Raises the first error after all were tried."""
+        first: TectonicError | None = None
+        for state in self._files.dirty():
+            try:
+                await self._files.flush(state)
+            except TectonicError as error:
+                first = first or error
+        if durable and not self._read_only:
+            await self._files.sync_metadata()
+        if first is not None:
+            raise first
+
+    async def flush_idle_buffers(self) -> None:
+        """Publish open files that hold memory, the longest dirty first, so that others get it."""
+        for state in self._files.dirty():
+            if state.log.holds_buffer and not state.lock.locked():
+                await self._flush_in_background(state.inode)
+
+    async def flush_expired(self, older_than_s: float) -> None:
+        """Publish what was written longer ago than this."""
+        limit = trio.current_time() - older_than_s
+        for state in self._files.dirty():
+            if (state.dirty_since or limit) <= limit and state.inode not in self._orphans:
+                await self._flush_in_background(state.inode)
+
+    async def _flush_in_background(self, inode: int) -> None:
+        state = self._files.state_of(inode)
+        if state is None:
+            return
+        try:
+            await self._files.flush(state)
+        except TectonicError as error:
+            # Nobody waits for this flush: the next write, flush or fsync of the file says it.
+            state.failure = state.failure or error
+
+    async def exists(self, path: str | bytes) -> bool:
+        """Whether an absolute path names something."""
+        try:
+            await self.resolve(path)
+        except NotFound:
+            return False
+        return True

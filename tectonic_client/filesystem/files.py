@@ -1,0 +1,443 @@
+"""Bytes of open files: reading, writing, flushing, truncating.
+
+Order of durability of a flush: chunks durable in their stores, then one metadata transaction that
+publishes blocks, extents, size and times, then the answer. A failed put loses the unflushed bytes
+of that inode and nothing else; the next write, flush or fsync says so once.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import trio
+
+from tectonic_client.blocks.reader import BlockReader
+from tectonic_client.errors import (
+    BadHandle,
+    ChunkMissing,
+    FileTooLarge,
+    InvalidArgument,
+    IsDirectory,
+    StaleHandle,
+    TectonicError,
+)
+from tectonic_client.extents import Extent
+from tectonic_client.filesystem.blocktable import BlockTable
+from tectonic_client.filesystem.chunkcache import ChunkCache
+from tectonic_client.filesystem.openinode import FileHandle, OpenInode
+from tectonic_client.filesystem.writelog import WriteLog, WriteServices
+from tectonic_client.kv.executor import AsyncKV
+from tectonic_client.kv.port import ReadTransaction, Transaction
+from tectonic_client.limits import (
+    MAX_FILE_BYTES,
+    READ_AHEAD_CHUNKS,
+    SEQUENTIAL_BYTES,
+    SEQUENTIAL_SLACK_BYTES,
+)
+from tectonic_client.metadata import files as file_layer
+from tectonic_client.metadata.inodes import read_inode, write_inode
+from tectonic_client.metadata.sessions import heartbeat, require_session
+from tectonic_client.records import BlockRecord, InodeRecord
+
+Bytes = bytes | bytearray | memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class FileServices:
+    """What file I/O stands on."""
+
+    kv: AsyncKV
+    session_id: int
+    write: WriteServices
+    reader: BlockReader
+    cache: ChunkCache
+    table: BlockTable
+    chunk_bytes: int
+    on_blocks_freed: Callable[[], None]
+
+
+class _Piece(NamedTuple):
+    """A run of file bytes inside one chunk."""
+
+    file_offset: int
+    length: int
+    block_id: int
+    chunk: int
+    chunk_offset: int
+    pending: bool
+
+
+class Files:
+    """All inodes that this client has open. Used from the event loop only."""
+
+    def __init__(self, services: FileServices) -> None:
+        self._services = services
+        self._open: dict[int, OpenInode] = {}
+
+    # --- opening ------------------------------------------------------------------------------
+
+    def is_open(self, inode: int) -> bool:
+        """Whether some handle of this client refers to the inode."""
+        return inode in self._open
+
+    def state_of(self, inode: int) -> OpenInode | None:
+        """The shared state of an open inode."""
+        return self._open.get(inode)
+
+    def dirty(self) -> list[OpenInode]:
+        """Inodes with unflushed bytes, the longest dirty first."""
+        found = [state for state in self._open.values() if state.dirty]
+        return sorted(found, key=lambda state: state.dirty_since or 0.0)
+
+    async def open(self, inode: int, flags: int) -> FileHandle:
+        """A handle to a regular file, with metadata as of now (close-to-open).
+
+        Raises StaleHandle, IsDirectory, InvalidArgument for what is no regular file.
+        """
+        state = self._open.get(inode)
+        if state is None:
+            state = self._open[inode] = OpenInode(inode, WriteLog(self._services.write))
+        state.users += 1
+        try:
+            await self._reload(state)
+        except BaseException:
+            self._leave(state)
+            raise
+        return FileHandle(state, flags)
+
+    async def _reload(self, state: OpenInode) -> None:
+        """Take over published changes of other clients; unflushed bytes of this one stay."""
+
+        def load(tx: ReadTransaction) -> tuple[InodeRecord, list[Extent]]:
+            return read_inode(tx, state.inode), file_layer.read_extents(tx, state.inode)
+
+        async with state.lock:
+            if state.dirty:
+                return
+            record, extents = await self._services.kv.read(load)
+            if record.is_directory:
+                raise IsDirectory(f"inode {state.inode} is a directory")
+            if record.mode & 0o170000 != 0o100000:
+                raise InvalidArgument(f"inode {state.inode} is not a regular file")
+            state.refresh(record, extents)
+
+    async def close(self, handle: FileHandle, *, discard: bool = False) -> None:
+        """Drop a handle; the last one flushes what is left, or discards it (a removed file)."""
+        state = handle.state
+        try:
+            if state.users == 1 and discard:
+                async with state.lock:
+                    await state.log.abandon()
+                    self._settle(state)
+            elif state.users == 1:
+                await self.flush(state)
+        finally:
+            self._leave(state)
+
+    def _leave(self, state: OpenInode) -> None:
+        state.users -= 1
+        if not state.users:
+            self._open.pop(state.inode, None)
+
+    # --- writing ------------------------------------------------------------------------------
+
+    async def write(self, handle: FileHandle, offset: int, data: Bytes) -> int:
+        """Write all of `data`; at the end of the file, whatever `offset`, where O_APPEND is set.
+
+        Raises FileTooLarge, NoSpace and other store errors (possibly of an earlier write).
+        """
+        if not handle.writable:
+            raise BadHandle("the file is not open for writing")
+        state = handle.state
+        async with state.lock:
+            self._raise_failure(state)
+            if handle.flags & os.O_APPEND:
+                offset = state.size
+            if offset < 0 or offset + len(data) > MAX_FILE_BYTES:
+                raise FileTooLarge(f"offset {offset} + {len(data)} bytes is too large for a file")
+            if data:
+                await self._append(state, offset, memoryview(data).cast("B"))
+        return len(data)
+
+    async def _append(self, state: OpenInode, offset: int, data: memoryview) -> None:
+        try:
+            placed = await state.log.append(data)
+        except TectonicError as error:
+            await self._lose(state, error)
+            self._raise_failure(state)
+            raise
+        for run in placed:
+            state.pending.insert(Extent(offset, run.length, run.block_id, run.block_offset))
+            offset += run.length
+        state.size = max(state.size, offset)
+        state.mtime_ns = time.time_ns()
+        if state.dirty_since is None:
+            state.dirty_since = trio.current_time()
+
+    async def _lose(self, state: OpenInode, error: TectonicError) -> None:
+        """Unflushed bytes cannot be stored: back to what is published."""
+        state.failure = error
+        await state.log.abandon()
+        self._settle(state)
+        if state.record is not None:
+            state.size = state.record.size
+
+    def _settle(self, state: OpenInode) -> None:
+        state.pending = type(state.pending)()
+        state.mtime_ns = None
+        state.dirty_since = None
+
+    @staticmethod
+    def _raise_failure(state: OpenInode) -> None:
+        failure, state.failure = state.failure, None
+        if failure is not None:
+            raise failure
+
+    # --- flushing -----------------------------------------------------------------------------
+
+    async def flush(self, state: OpenInode, *, durable: bool = False) -> None:
+        """Publish everything written so far; with `durable` it survives power loss (fsync).
+
+        Raises the error of a background put (once; those bytes are lost), and what the metadata
+        engine raises (the bytes are kept for another try).
+        """
+        async with state.lock:
+            self._raise_failure(state)
+            if state.dirty:
+                await self._publish(state, durable=durable)
+            elif durable:
+                await self.sync_metadata()
+
+    async def sync_metadata(self) -> None:
+        """Make every acknowledged metadata change survive power loss."""
+        session_id = self._services.session_id
+        await self._services.kv.transact(lambda tx: heartbeat(tx, session_id), durable=True)
+
+    async def _publish(self, state: OpenInode, *, durable: bool) -> None:
+        try:
+            sealed = await state.log.seal()
+        except TectonicError as error:
+            await self._lose(state, error)
+            self._raise_failure(state)
+            raise
+        extents = list(state.pending)
+        used = {extent.block_id for extent in extents}
+        blocks = {block_id: record for block_id, record in sealed.items() if block_id in used}
+        size, mtime_ns = state.size, state.mtime_ns or time.time_ns()
+
+        def publish(tx: Transaction) -> InodeRecord:
+            return _publish_file(
+                tx, self._services.session_id, state.inode, blocks, extents, size, mtime_ns
+            )
+
+        record = await self._services.kv.transact(publish, durable=durable)
+        await state.log.discard_unused(used)
+        state.log.clear()
+        for extent in extents:
+            state.extents.insert(extent)
+        state.record = record
+        self._services.table.add(blocks)
+        self._settle(state)
+        state.size = record.size
+        self._services.on_blocks_freed()
+
+    # --- truncating ---------------------------------------------------------------------------
+
+    async def truncate(self, inode: int, size: int, now_ns: int) -> None:
+        """Set the size; bytes beyond it are gone, bytes that it adds read as zeros."""
+        if size < 0 or size > MAX_FILE_BYTES:
+            raise FileTooLarge(f"{size} bytes are too large for a file")
+        state = self._open.get(inode)
+        if state is None:
+            await self._truncate_published(inode, size, now_ns)
+            return
+        async with state.lock:
+            self._raise_failure(state)
+            if state.dirty:
+                await self._publish(state, durable=False)
+            record = await self._truncate_published(inode, size, now_ns)
+            extents = await self._services.kv.read(lambda tx: file_layer.read_extents(tx, inode))
+            state.refresh(record, extents)
+
+    async def _truncate_published(self, inode: int, size: int, now_ns: int) -> InodeRecord:
+        def cut(tx: Transaction) -> InodeRecord:
+            require_session(tx, self._services.session_id)
+            record = read_inode(tx, inode)
+            if record.is_directory:
+                raise IsDirectory(f"inode {inode} is a directory")
+            if size < record.size:
+                file_layer.cut(tx, inode, size)
+            record = replace(record, size=size, mtime_ns=now_ns, ctime_ns=now_ns)
+            write_inode(tx, inode, record)
+            return record
+
+        record = await self._services.kv.transact(cut)
+        self._services.on_blocks_freed()
+        return record
+
+    # --- reading ------------------------------------------------------------------------------
+
+    async def read(self, handle: FileHandle, offset: int, size: int) -> Bytes:
+        """Bytes from `offset`, fewer than `size` only at the end of the file.
+
+        The result may lie in memory that is only valid until the next await. Raises CorruptChunk,
+        ChunkMissing, StoreUnavailable; never returns bytes that failed their check.
+        """
+        if not handle.readable:
+            raise BadHandle("the file is not open for reading")
+        state = handle.state
+        for last_try in (False, True):
+            length = min(size, state.size - offset)
+            if length <= 0 or offset < 0:
+                return b""
+            try:
+                return await self._read_now(handle, offset, length)
+            except ChunkMissing:
+                # Another client may have replaced what this one still believed in.
+                if last_try or not await self._changed_elsewhere(state):
+                    raise
+        raise AssertionError("unreachable")
+
+    async def _changed_elsewhere(self, state: OpenInode) -> bool:
+        before = [extent.block_id for extent in state.extents]
+        try:
+            await self._reload(state)
+        except StaleHandle:
+            return False
+        return before != [extent.block_id for extent in state.extents]
+
+    async def _read_now(self, handle: FileHandle, offset: int, length: int) -> Bytes:
+        state = handle.state
+        pieces = list(self._pieces(state, offset, offset + length))
+        if any(p.pending and state.log.find(p.block_id, p.chunk) is None for p in pieces):
+            # Unpublished and no longer in memory: publish, then it is read like anything else.
+            await self.flush(state)
+            pieces = list(self._pieces(state, offset, offset + length))
+        sequential = self._note_position(handle, offset, length)
+        if len(pieces) == 1 and pieces[0].length == length:
+            whole = self._in_memory(state, pieces[0])
+            if whole is not None:
+                if sequential:
+                    await self._read_ahead(state, offset + length)
+                    whole = self._in_memory(state, pieces[0])
+                if whole is not None:
+                    return whole
+        return await self._gather(state, pieces, offset, length, sequential=sequential)
+
+    def _in_memory(self, state: OpenInode, piece: _Piece) -> memoryview | None:
+        if piece.pending:
+            chunk = state.log.find(piece.block_id, piece.chunk)
+        else:
+            chunk = self._services.cache.peek(piece.block_id, piece.chunk)
+        return None if chunk is None else _slice(chunk, piece)
+
+    async def _gather(
+        self, state: OpenInode, pieces: list[_Piece], offset: int, length: int, *, sequential: bool
+    ) -> Bytes:
+        result = bytearray(length)
+        target = memoryview(result)
+        stored = []
+        for piece in pieces:
+            part = self._in_memory(state, piece)
+            if part is None:
+                stored.append(piece)
+            else:
+                start = piece.file_offset - offset
+                target[start : start + piece.length] = part
+        records = await self._services.table.load(piece.block_id for piece in stored)
+        for piece in stored:
+            start = piece.file_offset - offset
+            await self._fetch(
+                state, piece, records[piece.block_id], target[start : start + piece.length],
+                whole_chunk=sequential,
+            )  # fmt: skip
+        if sequential:
+            await self._read_ahead(state, offset + length)
+        return result
+
+    async def _fetch(
+        self, state: OpenInode, piece: _Piece, record: BlockRecord, target: memoryview,
+        *, whole_chunk: bool,
+    ) -> None:  # fmt: skip
+        context = f"inode {state.inode}"
+        if whole_chunk:
+            chunk = await self._services.cache.get(piece.block_id, record, piece.chunk, context)
+            target[:] = _slice(chunk, piece)
+            return
+        block_offset = piece.chunk * self._services.chunk_bytes + piece.chunk_offset
+        await self._services.reader.read_into(
+            piece.block_id, record, block_offset, target, context=context
+        )
+
+    # --- read-ahead ---------------------------------------------------------------------------
+
+    @staticmethod
+    def _note_position(handle: FileHandle, offset: int, length: int) -> bool:
+        """Whether the handle is read sequentially, this read included."""
+        if abs(offset - handle.next_offset) <= SEQUENTIAL_SLACK_BYTES:
+            handle.streak_bytes += length
+        else:
+            handle.streak_bytes = 0
+        handle.next_offset = offset + length
+        return handle.streak_bytes > SEQUENTIAL_BYTES
+
+    async def _read_ahead(self, state: OpenInode, position: int) -> None:
+        """Begin to load the chunks that follow `position`."""
+        end = min(position + READ_AHEAD_CHUNKS * self._services.chunk_bytes, state.size)
+        if end <= position:
+            return
+        ahead = [
+            piece
+            for piece in self._pieces(state, position, end)
+            if not piece.pending and not self._services.cache.has(piece.block_id, piece.chunk)
+        ]
+        if not ahead:
+            return
+        records = await self._services.table.load(piece.block_id for piece in ahead)
+        for piece in ahead:
+            self._services.cache.prefetch(
+                piece.block_id, records[piece.block_id], piece.chunk, f"inode {state.inode}"
+            )
+
+    def _pieces(self, state: OpenInode, start: int, end: int) -> Iterator[_Piece]:
+        """Chunk by chunk what lies where between two file offsets; holes are left out."""
+        position = start
+        for extent in state.pending.lookup(start, end):
+            yield from self._cut(state.extents.lookup(position, extent.file_offset), False)
+            yield from self._cut((extent,), True)
+            position = extent.file_offset + extent.length
+        yield from self._cut(state.extents.lookup(position, end), False)
+
+    def _cut(self, extents: Iterable[Extent], pending: bool) -> Iterator[_Piece]:
+        chunk_bytes = self._services.chunk_bytes
+        for extent in extents:
+            done = 0
+            while done < extent.length:
+                index, within = divmod(extent.block_offset + done, chunk_bytes)
+                count = min(extent.length - done, chunk_bytes - within)
+                yield _Piece(
+                    extent.file_offset + done, count, extent.block_id, index, within, pending
+                )
+                done += count
+
+
+def _slice(chunk: memoryview, piece: _Piece) -> memoryview:
+    return chunk[piece.chunk_offset : piece.chunk_offset + piece.length]
+
+
+def _publish_file(
+    tx: Transaction, session_id: int, inode: int, blocks: dict[int, BlockRecord],
+    extents: list[Extent], size: int, mtime_ns: int,
+) -> InodeRecord:  # fmt: skip
+    """Publish a file's new bytes; running it again after an unknown outcome changes nothing."""
+    require_session(tx, session_id)
+    record = read_inode(tx, inode)
+    if not file_layer.is_published(tx, blocks):
+        file_layer.publish(tx, inode, blocks, extents)
+    record = replace(record, size=max(size, record.size), mtime_ns=mtime_ns, ctime_ns=mtime_ns)
+    write_inode(tx, inode, record)
+    return record

@@ -1,0 +1,133 @@
+"""What a client keeps of an inode while somebody has it open, and the handles to it.
+
+All handles of an inode share one OpenInode, so that they see each other's unflushed bytes. Its
+lock is held while bytes are appended, sealed and published; reading needs no lock, because every
+step between two awaits sees a consistent state.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import trio
+
+from tectonic_client.errors import BadHandle, TectonicError
+from tectonic_client.extents import Extent, ExtentMap
+from tectonic_client.filesystem.writelog import WriteLog
+from tectonic_client.records import InodeRecord
+from tectonic_client.types import Attributes
+
+
+class OpenInode:
+    """Shared state of the handles to one file."""
+
+    def __init__(self, inode: int, log: WriteLog) -> None:
+        self.inode = inode
+        self.users = 0
+        self.lock = trio.Lock()
+        self.log = log
+        self.record: InodeRecord | None = None
+        self.extents = ExtentMap()
+        """Published extents, as last read or written by this client."""
+        self.pending = ExtentMap()
+        """Extents of the log, over the published ones."""
+        self.size = 0
+        self.mtime_ns: int | None = None
+        """Time of the last write that is not published; None when nothing is."""
+        self.dirty_since: float | None = None
+        self.failure: TectonicError | None = None
+        """Why unflushed bytes were lost; told once to the next write, flush or fsync."""
+
+    def refresh(self, record: InodeRecord, extents: list[Extent]) -> None:
+        """Take over what the metadata says (no unflushed bytes may be pending)."""
+        assert self.mtime_ns is None
+        self.record = record
+        self.size = record.size
+        self.extents = ExtentMap()
+        for extent in extents:
+            self.extents.insert(extent)
+
+    @property
+    def dirty(self) -> bool:
+        """Whether something is not published."""
+        return self.mtime_ns is not None
+
+    def overlay(self, attributes: Attributes) -> Attributes:
+        """Attributes as this client must see them: with its unflushed writes."""
+        if self.mtime_ns is None:
+            return attributes
+        return Attributes(
+            inode=attributes.inode,
+            mode=attributes.mode,
+            nlink=attributes.nlink,
+            uid=attributes.uid,
+            gid=attributes.gid,
+            rdev=attributes.rdev,
+            size=self.size,
+            atime_ns=attributes.atime_ns,
+            mtime_ns=self.mtime_ns,
+            ctime_ns=max(self.mtime_ns, attributes.ctime_ns),
+        )
+
+
+@dataclass(slots=True)
+class FileHandle:
+    """An open file. `next_offset` and `streak_bytes` recognise a sequential reader."""
+
+    state: OpenInode
+    flags: int
+    next_offset: int = 0
+    streak_bytes: int = 0
+
+    @property
+    def readable(self) -> bool:
+        """Opened for reading."""
+        return self.flags & os.O_ACCMODE != os.O_WRONLY
+
+    @property
+    def writable(self) -> bool:
+        """Opened for writing."""
+        return self.flags & os.O_ACCMODE != os.O_RDONLY
+
+
+@dataclass(slots=True)
+class DirectoryHandle:
+    """An open directory."""
+
+    inode: int
+
+
+class HandleTable:
+    """Numbers for open files and directories."""
+
+    def __init__(self) -> None:
+        self._next = 1
+        self._handles: dict[int, FileHandle | DirectoryHandle] = {}
+
+    def __len__(self) -> int:
+        return len(self._handles)
+
+    def add(self, handle: FileHandle | DirectoryHandle) -> int:
+        """Number of a new handle."""
+        number, self._next = self._next, self._next + 1
+        self._handles[number] = handle
+        return number
+
+    def file(self, number: int) -> FileHandle:
+        """The open file. Raises BadHandle."""
+        handle = self._handles.get(number)
+        if not isinstance(handle, FileHandle):
+            raise BadHandle(f"{number} is not an open file")
+        return handle
+
+    def directory(self, number: int) -> DirectoryHandle:
+        """The open directory. Raises BadHandle."""
+        handle = self._handles.get(number)
+        if not isinstance(handle, DirectoryHandle):
+            raise BadHandle(f"{number} is not an open directory")
+        return handle
+
+    def remove(self, number: int) -> None:
+        """The number is not used again."""
+        self._handles.pop(number, None)

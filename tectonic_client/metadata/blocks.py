@@ -1,0 +1,86 @@
+"""The block layer's records: what a block is, who uses it, and what is left of dead ones.
+
+Each inode that uses a block has an owner record under it that counts the bytes in use. The block
+dies with its last owner: its record is replaced by a dead-block record, whose chunks are deleted
+from the stores before it goes too. Under serializable isolation two owners that leave at once
+cannot both overlook that the other left. Functions over a transaction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tectonic_client.errors import ChunkMissing, CorruptRecord
+from tectonic_client.kv.port import ReadTransaction, Transaction
+from tectonic_client.limits import SCAN_PAGE_ROWS
+from tectonic_client.metadata import keys
+from tectonic_client.records import BlockRecord, DeadBlockRecord, OwnerRecord
+
+
+def read_block(tx: ReadTransaction, block_id: int) -> BlockRecord:
+    """The block's record. Raises ChunkMissing when the block is gone."""
+    data = tx.get(keys.block(block_id))
+    if data is None:
+        raise ChunkMissing(f"block {block_id:016x} does not exist any more")
+    return BlockRecord.decode(data)
+
+
+def read_blocks(tx: ReadTransaction, block_ids: Sequence[int]) -> list[BlockRecord | None]:
+    """Records in the order of the ids; None where a block is gone."""
+    rows = tx.get_many([keys.block(block_id) for block_id in block_ids])
+    return [None if data is None else BlockRecord.decode(data) for data in rows]
+
+
+def write_block(tx: Transaction, block_id: int, record: BlockRecord) -> None:
+    """Publish a sealed block. Its chunks must be durable already."""
+    tx.put(keys.block(block_id), record.encode())
+
+
+def acquire(tx: Transaction, block_id: int, inode: int, byte_count: int) -> None:
+    """`inode` uses `byte_count` more bytes of the block."""
+    live = _live_bytes(tx, block_id, inode)
+    tx.put(keys.block_owner(block_id, inode), OwnerRecord(live + byte_count).encode())
+
+
+def release(tx: Transaction, block_id: int, inode: int, byte_count: int) -> None:
+    """`inode` uses `byte_count` bytes of the block no more; the last owner's end kills it."""
+    live = _live_bytes(tx, block_id, inode) - byte_count
+    if live < 0:
+        raise CorruptRecord(f"block {block_id:016x}: inode {inode} releases more than it uses")
+    owner = keys.block_owner(block_id, inode)
+    if live:
+        tx.put(owner, OwnerRecord(live).encode())
+        return
+    tx.delete(owner)
+    if not tx.scan(*keys.block_owners(block_id), limit=1):
+        _kill(tx, block_id)
+
+
+def _live_bytes(tx: ReadTransaction, block_id: int, inode: int) -> int:
+    data = tx.get(keys.block_owner(block_id, inode))
+    return 0 if data is None else OwnerRecord.decode(data).live_bytes
+
+
+def _kill(tx: Transaction, block_id: int) -> None:
+    record = read_block(tx, block_id)
+    stores = tuple(place.store_id for place in record.places)
+    tx.put(keys.dead_block(block_id), DeadBlockRecord(tx.now_ns(), stores).encode())
+    tx.delete(keys.block(block_id))
+
+
+def owners(tx: ReadTransaction, block_id: int) -> list[int]:
+    """Inodes that use the block."""
+    start, end = keys.block_owners(block_id)
+    return [int.from_bytes(key[-8:]) for key, _ in tx.scan(start, end)]
+
+
+def dead_blocks(tx: ReadTransaction) -> list[tuple[int, DeadBlockRecord]]:
+    """A page of the blocks whose chunks are still to be deleted."""
+    rows = tx.scan(keys.DEAD_BLOCK, keys.prefix_end(keys.DEAD_BLOCK), limit=SCAN_PAGE_ROWS)
+    return [(keys.parse_group(key), DeadBlockRecord.decode(value)) for key, value in rows]
+
+
+def forget_dead_blocks(tx: Transaction, block_ids: Sequence[int]) -> None:
+    """The chunks of these blocks are gone from their stores."""
+    for block_id in block_ids:
+        tx.delete(keys.dead_block(block_id))

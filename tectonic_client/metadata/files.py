@@ -1,0 +1,98 @@
+"""The file layer: extents of an inode, and what publishing, cutting and reclaiming them means.
+
+Extents in the KV never overlap. A write adds extents over the old ones, which are trimmed, split or
+removed in the same transaction; the blocks they used are released by the bytes they lost.
+Functions over a transaction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from tectonic_client import extents as arithmetic
+from tectonic_client.extents import Extent, OverlayPlan
+from tectonic_client.kv.port import ReadTransaction, Transaction
+from tectonic_client.limits import MAX_FILE_BYTES, RECLAIM_BATCH_EXTENTS
+from tectonic_client.metadata import blocks, keys
+from tectonic_client.records import BlockRecord, ExtentRecord
+
+
+def _decode(key: bytes, value: bytes) -> Extent:
+    record = ExtentRecord.decode(value)
+    return Extent(keys.parse_extent(key), record.length, record.block_id, record.block_offset)
+
+
+def read_extents(
+    tx: ReadTransaction, inode: int, start: int = 0, end: int = MAX_FILE_BYTES
+) -> list[Extent]:
+    """Extents that touch the file bytes start <= x < end, in order."""
+    first, _ = keys.extents(inode)
+    here = keys.extent(inode, start)
+    before = tx.scan(first, here, limit=1, reverse=True) if start else []
+    rows = tx.scan(here, keys.extent(inode, end))
+    found = [_decode(*row) for row in (*before, *rows)]
+    return [e for e in found if e.file_offset + e.length > start]
+
+
+def publish(
+    tx: Transaction,
+    inode: int,
+    new_blocks: Mapping[int, BlockRecord],
+    new_extents: Sequence[Extent],
+) -> None:
+    """Lay `new_extents` (sorted, not overlapping) over the file; their new blocks become real.
+
+    The chunks of `new_blocks` must be durable. Each of them must be used by some extent.
+    """
+    for block_id, record in new_blocks.items():
+        blocks.write_block(tx, block_id, record)
+    used: dict[int, int] = {}
+    for extent in new_extents:
+        used[extent.block_id] = used.get(extent.block_id, 0) + extent.length
+    for block_id, byte_count in used.items():
+        blocks.acquire(tx, block_id, inode, byte_count)
+    if new_extents:
+        last = new_extents[-1]
+        existing = read_extents(
+            tx, inode, new_extents[0].file_offset, last.file_offset + last.length
+        )
+        _apply(tx, inode, arithmetic.overlay(existing, new_extents))
+
+
+def is_published(tx: ReadTransaction, new_blocks: Mapping[int, BlockRecord]) -> bool:
+    """Whether an earlier try to publish these blocks took effect (they come together or not)."""
+    return any(tx.get(keys.block(block_id)) is not None for block_id in list(new_blocks)[:1])
+
+
+def cut(tx: Transaction, inode: int, size: int) -> None:
+    """Remove all file bytes from `size` on."""
+    _apply(tx, inode, arithmetic.truncate(read_extents(tx, inode, size), size))
+
+
+def _apply(tx: Transaction, inode: int, plan: OverlayPlan) -> None:
+    for offset in plan.deleted_offsets:
+        tx.delete(keys.extent(inode, offset))
+    for extent in plan.written:
+        record = ExtentRecord(extent.length, extent.block_id, extent.block_offset)
+        tx.put(keys.extent(inode, extent.file_offset), record.encode())
+    for block_id, byte_count in plan.released.items():
+        blocks.release(tx, block_id, inode, byte_count)
+
+
+def reclaim(tx: Transaction, inode: int) -> bool:
+    """Remove a batch of an orphan's extents; True once the inode is gone with all its records."""
+    start, end = keys.extents(inode)
+    rows = tx.scan(start, end, limit=RECLAIM_BATCH_EXTENTS)
+    released: dict[int, int] = {}
+    for key, value in rows:
+        extent = _decode(key, value)
+        released[extent.block_id] = released.get(extent.block_id, 0) + extent.length
+        tx.delete(key)
+    for block_id, byte_count in released.items():
+        blocks.release(tx, block_id, inode, byte_count)
+    if len(rows) == RECLAIM_BATCH_EXTENTS:
+        return False
+    prefix = keys.group(keys.FILE, inode)
+    tx.delete_range(prefix, keys.prefix_end(prefix))
+    tx.delete(keys.orphan(inode))
+    return True

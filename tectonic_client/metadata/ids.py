@@ -1,0 +1,35 @@
+"""Hands out inode and block ids of this session's leases."""
+
+from __future__ import annotations
+
+import trio
+
+from tectonic_client.kv.executor import AsyncKV
+from tectonic_client.metadata.sessions import lease_range, take_lease
+
+
+class IdAllocator:
+    """Ids for one session. Used from the event loop only.
+
+    An id is an inode's or a block's, never used twice; what a lease has left when the session ends
+    is lost, which costs nothing in 64 bits.
+    """
+
+    def __init__(self, kv: AsyncKV, session_id: int) -> None:
+        self._kv = kv
+        self._session_id = session_id
+        self._ids = iter(range(0))
+        self._lock = trio.Lock()
+        self.leases: list[int] = []
+
+    async def next_id(self) -> int:
+        """A fresh id. Raises SessionLost and what the engine raises when a lease is needed."""
+        for fresh in self._ids:
+            return fresh
+        async with self._lock:
+            for fresh in self._ids:
+                return fresh
+            lease = await self._kv.transact(lambda tx: take_lease(tx, self._session_id))
+            self.leases.append(lease)
+            self._ids = iter(lease_range(lease))
+            return next(self._ids)

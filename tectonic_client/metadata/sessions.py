@@ -1,0 +1,186 @@
+"""Sessions: who is alive, which ids it holds, and the fence that keeps the dead from publishing.
+
+A session is a client of the volume. It shows a heartbeat on the engine's clock, and leases ids
+(for inodes and blocks alike) in ranges of IDS_PER_LEASE. Invariants:
+
+* A block id is *in flight* as long as its lease's record exists. A chunk whose block has neither a
+  record nor a lease is garbage.
+* Whatever publishes a block or an inode reads its session's record in the same transaction
+  (`require_session`). A cleaner deletes that record before it touches anything else, so a client
+  that was declared dead by mistake cannot publish what the cleaner is about to delete.
+
+Functions over a transaction; the tasks that call them live in `volume`.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+from tectonic_client.errors import SessionLost
+from tectonic_client.kv.port import ReadTransaction, Transaction
+from tectonic_client.limits import IDS_PER_LEASE, SCAN_PAGE_ROWS, SESSION_EXPIRY_S
+from tectonic_client.metadata import keys
+from tectonic_client.records import CounterRecord, SessionRecord
+
+_NS_PER_S = 1_000_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """A running machine as processes see it: equal only where process ids mean the same."""
+
+    identity: str
+    name: str
+
+
+@cache
+def this_host() -> Host:
+    """The host of this process: boot id and pid namespace."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
+    return Host(f"{boot}/{os.readlink('/proc/self/ns/pid')}", socket.gethostname())
+
+
+def process_started_ticks(pid: int) -> int | None:
+    """Start time of a process of this host in clock ticks since boot; None if there is none.
+
+    Pid and start time together never name another process (proc_pid_stat(5), field 22).
+    """
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    fields = stat[stat.rindex(b")") + 2 :].split()
+    if fields[0] in (b"Z", b"X"):
+        return None
+    return int(fields[19])
+
+
+def describe(record: SessionRecord) -> str:
+    """How messages name a session."""
+    return f"{record.client} on {record.hostname}, pid {record.pid}"
+
+
+def open_session(tx: Transaction, client: str) -> int:
+    """Register this process as a session and return its id."""
+    now = tx.now_ns()
+    host = this_host()
+    pid = os.getpid()
+    session_id = _next_number(tx)
+    record = SessionRecord(
+        started_ns=now,
+        heartbeat_ns=now,
+        pid=pid,
+        pid_started_ticks=process_started_ticks(pid) or 0,
+        host=host.identity,
+        hostname=host.name,
+        client=client,
+    )
+    tx.put(keys.session(session_id), record.encode())
+    return session_id
+
+
+def read_session(tx: ReadTransaction, session_id: int) -> SessionRecord | None:
+    """The session's record, or None when it ended."""
+    data = tx.get(keys.session(session_id))
+    return None if data is None else SessionRecord.decode(data)
+
+
+def require_session(tx: ReadTransaction, session_id: int) -> SessionRecord:
+    """The fence: raises SessionLost when the session was declared dead."""
+    record = read_session(tx, session_id)
+    if record is None:
+        raise SessionLost(
+            "this client was without contact for so long that its session was ended:"
+            " unpublished data is lost, reopen the volume"
+        )
+    return record
+
+
+def heartbeat(tx: Transaction, session_id: int) -> None:
+    """Show that the session lives. Raises SessionLost."""
+    record = require_session(tx, session_id)
+    tx.put(keys.session(session_id), replace(record, heartbeat_ns=tx.now_ns()).encode())
+
+
+def is_alive(tx: ReadTransaction, session_id: int) -> bool:
+    """Whether the session exists and neither its heartbeat nor its process is gone."""
+    record = read_session(tx, session_id)
+    return record is not None and _lives(record, tx.now_ns())
+
+
+def _lives(record: SessionRecord, now_ns: int) -> bool:
+    if record.host == this_host().identity:
+        return process_started_ticks(record.pid) == record.pid_started_ticks
+    return now_ns - record.heartbeat_ns < SESSION_EXPIRY_S * _NS_PER_S
+
+
+def list_sessions(tx: ReadTransaction) -> list[tuple[int, SessionRecord]]:
+    """All sessions, dead ones that nobody has cleaned up included."""
+    rows = tx.scan(keys.SESSION, keys.prefix_end(keys.SESSION))
+    return [(keys.parse_group(key), SessionRecord.decode(value)) for key, value in rows]
+
+
+def end_dead_sessions(tx: Transaction) -> list[SessionRecord]:
+    """Fence off every dead session by removing its record; returns those removed."""
+    now = tx.now_ns()
+    dead = [(sid, record) for sid, record in list_sessions(tx) if not _lives(record, now)]
+    for session_id, _ in dead:
+        tx.delete(keys.session(session_id))
+    return [record for _, record in dead]
+
+
+def other_sessions_live(tx: ReadTransaction, session_id: int) -> bool:
+    """Whether anybody else uses the volume."""
+    now = tx.now_ns()
+    return any(sid != session_id and _lives(record, now) for sid, record in list_sessions(tx))
+
+
+def end_session(tx: Transaction, session_id: int, leases: list[int]) -> None:
+    """Leave cleanly: nothing of this session is in flight any more."""
+    tx.delete(keys.session(session_id))
+    for number in leases:
+        tx.delete(keys.lease(number))
+
+
+# --- leases -----------------------------------------------------------------------------------
+
+
+def _next_number(tx: Transaction) -> int:
+    data = tx.get(keys.NEXT_LEASE)
+    number = 1 if data is None else CounterRecord.decode(data).value
+    tx.put(keys.NEXT_LEASE, CounterRecord(number + 1).encode())
+    return number
+
+
+def take_lease(tx: Transaction, session_id: int) -> int:
+    """Lease the next range of ids to the session and return the lease's number."""
+    require_session(tx, session_id)
+    number = _next_number(tx)
+    tx.put(keys.lease(number), CounterRecord(session_id).encode())
+    return number
+
+
+def lease_range(number: int) -> range:
+    """The ids of a lease."""
+    return range(number * IDS_PER_LEASE, (number + 1) * IDS_PER_LEASE)
+
+
+def abandoned_leases(tx: ReadTransaction) -> list[int]:
+    """Leases whose session has ended (call `end_dead_sessions` first)."""
+    rows = tx.scan(keys.LEASE, keys.prefix_end(keys.LEASE), limit=SCAN_PAGE_ROWS)
+    holders = [CounterRecord.decode(value).value for _, value in rows]
+    sessions = tx.get_many([keys.session(holder) for holder in holders])
+    return [
+        keys.parse_group(key)
+        for (key, _), session in zip(rows, sessions, strict=True)
+        if session is None
+    ]
+
+
+def drop_lease(tx: Transaction, number: int) -> None:
+    """Forget a lease after its leftovers were removed."""
+    tx.delete(keys.lease(number))

@@ -1,0 +1,1 @@
+"""Work that keeps a volume tidy, safe beside running clients."""

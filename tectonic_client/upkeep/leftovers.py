@@ -1,0 +1,148 @@
+"""Removes what crashes and deletions leave: dead sessions' chunks, orphans, dead blocks.
+
+Any client may run any of it at any time, several at once, and stop anywhere: each step finds its
+work in the metadata and forgets it only after it is done.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from functools import partial
+
+from tectonic_client.blocks.stores import StoreSet
+from tectonic_client.chunkstore.port import ChunkKey, ChunkStore
+from tectonic_client.kv.executor import AsyncKV
+from tectonic_client.kv.port import ReadTransaction, Transaction
+from tectonic_client.limits import DEAD_BLOCK_GRACE_S, SCAN_PAGE_ROWS
+from tectonic_client.metadata import blocks, files, keys, sessions
+from tectonic_client.metadata.sessions import describe
+from tectonic_client.records import DeadBlockRecord, OrphanRecord
+
+_log = logging.getLogger(__name__)
+_NS_PER_S = 1_000_000_000
+
+
+class Cleaner:
+    """Cleans up on behalf of one session."""
+
+    def __init__(
+        self, kv: AsyncKV, stores: StoreSet, session_id: int, is_open: Callable[[int], bool]
+    ) -> None:
+        self._kv = kv
+        self._stores = stores
+        self._session_id = session_id
+        self._is_open = is_open
+
+    # --- dead sessions ------------------------------------------------------------------------
+
+    async def clean_dead_sessions(self) -> None:
+        """Fence off sessions without a sign of life, then remove what they had in flight."""
+        for record in await self._kv.transact(sessions.end_dead_sessions):
+            _log.info("session of %s is dead: cleaning up after it", describe(record))
+        for lease in await self._kv.read(sessions.abandoned_leases):
+            await self._clean_lease(lease)
+
+    async def _clean_lease(self, lease: int) -> None:
+        ids = sessions.lease_range(lease)
+        for store_id in self._stores.ids():
+            found = await self._stores.run(
+                store_id, lambda store: [info.key for info in store.list(ids.start, ids.stop)]
+            )
+            await self._delete_unnamed(store_id, found)
+        await self._kv.transact(lambda tx: sessions.drop_lease(tx, lease))
+
+    async def _delete_unnamed(self, store_id: int, found: list[ChunkKey]) -> None:
+        """Delete those chunks whose block has no record; nobody can publish one any more."""
+        block_ids = sorted({key.block_id for key in found})
+        for start in range(0, len(block_ids), SCAN_PAGE_ROWS):
+            page = block_ids[start : start + SCAN_PAGE_ROWS]
+            garbage = await self._kv.read(partial(_unnamed, block_ids=page))
+            doomed = [key for key in found if key.block_id in garbage]
+            if doomed:
+                _log.info("store %d: removing %d chunks of a dead session", store_id, len(doomed))
+                await self._delete(store_id, doomed)
+
+    async def _delete(self, store_id: int, doomed: Iterable[ChunkKey]) -> None:
+        def delete(store: ChunkStore) -> None:
+            store.delete(doomed)
+
+        await self._stores.run(store_id, delete)
+
+    # --- orphans ------------------------------------------------------------------------------
+
+    async def reclaim_abandoned_orphans(self) -> None:
+        """Reclaim inodes without a name that no live session has open."""
+        for inode in await self._kv.read(self._abandoned_orphans):
+            await self.reclaim(inode)
+
+    def _abandoned_orphans(self, tx: ReadTransaction) -> list[int]:
+        rows = tx.scan(keys.ORPHAN, keys.prefix_end(keys.ORPHAN), limit=SCAN_PAGE_ROWS)
+        found = []
+        for key, value in rows:
+            inode, holder = keys.parse_group(key), OrphanRecord.decode(value).session
+            if holder == self._session_id:
+                if not self._is_open(inode):
+                    found.append(inode)
+            elif not sessions.is_alive(tx, holder):
+                found.append(inode)
+        return found
+
+    async def reclaim(self, inode: int) -> None:
+        """Remove an orphan's extents and records, in bounded transactions."""
+
+        def step(tx: Transaction) -> bool:
+            return tx.get(keys.orphan(inode)) is None or files.reclaim(tx, inode)
+
+        while not await self._kv.transact(step):
+            pass
+
+    # --- dead blocks --------------------------------------------------------------------------
+
+    async def delete_dead_blocks(self, *, wait_for_readers: bool = True) -> int:
+        """Delete the chunks of dead blocks; returns how many blocks are still to wait for.
+
+        While other clients live, a block stays for DEAD_BLOCK_GRACE_S after its death, for those
+        that still read it by extents they loaded before.
+        """
+        while True:
+            due, waiting = await self._kv.read(
+                lambda tx: self._due_blocks(tx, wait_for_readers=wait_for_readers)
+            )
+            if not due:
+                return waiting
+            await self._delete_blocks(due)
+
+    def _due_blocks(
+        self, tx: ReadTransaction, *, wait_for_readers: bool
+    ) -> tuple[list[tuple[int, DeadBlockRecord]], int]:
+        dead = blocks.dead_blocks(tx)
+        if (
+            not dead
+            or not wait_for_readers
+            or not sessions.other_sessions_live(tx, self._session_id)
+        ):
+            return dead, 0
+        limit = tx.now_ns() - int(DEAD_BLOCK_GRACE_S * _NS_PER_S)
+        due = [(block_id, record) for block_id, record in dead if record.died_ns < limit]
+        return due, len(dead) - len(due)
+
+    async def _delete_blocks(self, due: list[tuple[int, DeadBlockRecord]]) -> None:
+        by_store: dict[int, list[ChunkKey]] = {}
+        for block_id, record in due:
+            for index, store_id in enumerate(record.store_ids):
+                by_store.setdefault(store_id, []).append(ChunkKey(block_id, index))
+        for store_id, doomed in by_store.items():
+            await self._delete(store_id, doomed)
+        done = [block_id for block_id, _ in due]
+        await self._kv.transact(lambda tx: blocks.forget_dead_blocks(tx, done))
+
+
+def _unnamed(tx: ReadTransaction, block_ids: list[int]) -> set[int]:
+    records = tx.get_many([keys.block(block_id) for block_id in block_ids])
+    dead = tx.get_many([keys.dead_block(block_id) for block_id in block_ids])
+    return {
+        block_id
+        for block_id, record, grave in zip(block_ids, records, dead, strict=True)
+        if record is None and grave is None
+    }

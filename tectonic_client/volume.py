@@ -1,0 +1,335 @@
+"""The composition root: formats a volume, opens it, and runs the background tasks of a client.
+
+Nothing else builds engines, stores, pools or the file system. See CONCURRENCY.md for the tasks.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import trio
+
+from tectonic_client.background import BackgroundTasks, Signals
+from tectonic_client.blocks.buffers import BufferPool
+from tectonic_client.blocks.reader import BlockReader
+from tectonic_client.blocks.stores import StoreSet
+from tectonic_client.blocks.writer import BlockWriter, Geometry
+from tectonic_client.chunkstore.open import initialise_store, normalise_store_url, open_store
+from tectonic_client.chunkstore.port import ChunkStore
+from tectonic_client.concurrency import unwrapped_groups
+from tectonic_client.errors import BadOption, TectonicError, VolumeExists
+from tectonic_client.filesystem.blocktable import BlockTable
+from tectonic_client.filesystem.chunkcache import ChunkCache
+from tectonic_client.filesystem.core import FileSystem
+from tectonic_client.filesystem.files import FileServices
+from tectonic_client.filesystem.namespace import make_root
+from tectonic_client.filesystem.writelog import WriteServices
+from tectonic_client.kv.executor import AsyncKV
+from tectonic_client.kv.open import display_url, open_kv
+from tectonic_client.kv.port import KV, ReadTransaction, Transaction
+from tectonic_client.limits import (
+    ALIGNMENT_BYTES,
+    CHECKSUM_UNIT_BYTES,
+    DEFAULT_BLOCK_BYTES,
+    DEFAULT_CHUNK_BYTES,
+    DEFAULT_MEMORY_LIMIT_BYTES,
+    MAX_CHUNK_BYTES,
+    MAX_CHUNKS_PER_BLOCK,
+    MIN_CHUNK_BYTES,
+    MIN_MEMORY_LIMIT_BYTES,
+    POOL_SHARE,
+    SHUTDOWN_DEADLINE_S,
+    MiB,
+)
+from tectonic_client.metadata import keys, sessions
+from tectonic_client.metadata.ids import IdAllocator
+from tectonic_client.metadata.sessions import list_sessions
+from tectonic_client.metadata.volume import read_stores, read_volume, write_volume
+from tectonic_client.records import (
+    FORMAT_VERSION,
+    Codec,
+    EncodingKind,
+    SessionRecord,
+    StoreRecord,
+    StoreState,
+    VolumeRecord,
+)
+from tectonic_client.types import Owner
+from tectonic_client.upkeep.leftovers import Cleaner
+
+# --- formatting -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class FormatOptions:
+    """Choices of a new volume; sizes in bytes. Raises BadOption for what cannot work."""
+
+    name: str
+    stores: tuple[str, ...]
+    block_bytes: int = DEFAULT_BLOCK_BYTES
+    chunk_bytes: int = DEFAULT_CHUNK_BYTES
+    codec: Codec = Codec.NONE
+    level: int = 1
+    force: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.name or len(self.name.encode()) > 63 or not self.name.isprintable():
+            raise BadOption("the name must be 1 to 63 printable characters")
+        if not self.stores:
+            raise BadOption("a volume needs at least one --store")
+        if not MIN_CHUNK_BYTES <= self.chunk_bytes <= MAX_CHUNK_BYTES:
+            raise BadOption(
+                f"chunk size {self.chunk_bytes} is not between {MIN_CHUNK_BYTES}"
+                f" and {MAX_CHUNK_BYTES} bytes"
+            )
+        if self.chunk_bytes % CHECKSUM_UNIT_BYTES or self.chunk_bytes % ALIGNMENT_BYTES:
+            raise BadOption(f"chunk size must be a multiple of {CHECKSUM_UNIT_BYTES} bytes")
+        chunks, rest = divmod(self.block_bytes, self.chunk_bytes)
+        if rest or not 1 <= chunks <= MAX_CHUNKS_PER_BLOCK:
+            raise BadOption(
+                f"block size must be 1 to {MAX_CHUNKS_PER_BLOCK} times the chunk size"
+                f" of {self.chunk_bytes} bytes"
+            )
+        if not 1 <= self.level <= 19:
+            raise BadOption(f"compression level {self.level} is not between 1 and 19")
+
+
+def format_volume(meta_url: str, options: FormatOptions) -> VolumeRecord:
+    """Make a volume. The metadata transaction at the end is the commit point.
+
+    Raises VolumeExists without `force`, StoreMismatch, BadURL, BadOption, NoSpace, ReadOnly.
+    """
+    urls = [normalise_store_url(url) for url in options.stores]
+    if len(set(urls)) != len(urls):
+        raise BadOption("the same --store was given twice")
+    kv = open_kv(meta_url, create=True)
+    try:
+        if not options.force:
+            _refuse_existing(kv, meta_url)
+        record = VolumeRecord(
+            format_version=FORMAT_VERSION, uuid=uuid.uuid4().bytes, created_ns=time.time_ns(),
+            block_bytes=options.block_bytes, chunk_bytes=options.chunk_bytes, codec=options.codec,
+            level=options.level, encoding=EncodingKind.SINGLE, name=options.name,
+        )  # fmt: skip
+        stores = [
+            StoreRecord(number, StoreState.ACTIVE, 100, url, f"store{number}")
+            for number, url in enumerate(urls)
+        ]
+        for store in stores:
+            initialise_store(store.url, record.uuid, store.store_id, force=options.force)
+        kv.transact(lambda tx: _create(tx, record, stores, force=options.force), durable=True)
+    finally:
+        kv.close()
+    return record
+
+
+def _refuse_existing(kv: KV, meta_url: str) -> None:
+    if kv.read(lambda tx: tx.get(keys.VOLUME)) is not None:
+        raise VolumeExists(
+            f"there is a volume at {display_url(meta_url)} already: --force destroys it"
+        )
+
+
+def _create(
+    tx: Transaction, record: VolumeRecord, stores: list[StoreRecord], *, force: bool
+) -> None:
+    if force:
+        tx.delete_range(b"", b"\xff")
+    elif tx.get(keys.VOLUME) is not None:
+        raise VolumeExists("somebody else formatted the volume at the same time")
+    write_volume(tx, record, stores)
+    make_root(tx, Owner(os.getuid(), os.getgid()), record.created_ns)
+
+
+# --- looking from outside ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStatus:
+    """A store as seen from here; `problem` says why its space is not known."""
+
+    record: StoreRecord
+    total_bytes: int
+    free_bytes: int
+    problem: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class VolumeStatus:
+    """What `tectonicfs status` shows."""
+
+    volume: VolumeRecord
+    stores: list[StoreStatus]
+    sessions: list[SessionRecord]
+
+
+def volume_status(meta_url: str) -> VolumeStatus:
+    """Look at a volume without becoming a client of it."""
+
+    def load(tx: ReadTransaction) -> tuple[VolumeRecord, list[StoreRecord], list[SessionRecord]]:
+        volume = read_volume(tx, display_url(meta_url))
+        return volume, read_stores(tx), [record for _, record in list_sessions(tx)]
+
+    kv = open_kv(meta_url, read_only=True)
+    try:
+        volume, stores, found = kv.read(load)
+    finally:
+        kv.close()
+    return VolumeStatus(volume, [_store_status(store, volume.uuid) for store in stores], found)
+
+
+def _store_status(record: StoreRecord, volume_uuid: bytes) -> StoreStatus:
+    try:
+        store = open_store(record, volume_uuid, read_only=True)
+    except TectonicError as error:
+        return StoreStatus(record, 0, 0, str(error))
+    try:
+        usage = store.usage()
+        return StoreStatus(record, usage.total_bytes, usage.free_bytes, None)
+    except TectonicError as error:
+        return StoreStatus(record, 0, 0, str(error))
+    finally:
+        store.close()
+
+
+# --- opening ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class VolumeOptions:
+    """How a client opens a volume."""
+
+    memory_limit_bytes: int = DEFAULT_MEMORY_LIMIT_BYTES
+    read_only: bool = False
+    client: str = "api"
+
+    def __post_init__(self) -> None:
+        if self.memory_limit_bytes < MIN_MEMORY_LIMIT_BYTES:
+            raise BadOption(
+                f"memory limit of {self.memory_limit_bytes} bytes, at least"
+                f" {MIN_MEMORY_LIMIT_BYTES // MiB} MiB are needed"
+            )
+
+
+@dataclass(slots=True)
+class Volume:
+    """An open volume: what the doors and the checkpoint API build on."""
+
+    url: str
+    record: VolumeRecord
+    options: VolumeOptions
+    kv: AsyncKV
+    session_id: int
+    ids: IdAllocator
+    stores: StoreSet
+    pool: BufferPool
+    writer: BlockWriter
+    reader: BlockReader
+    cache: ChunkCache
+    filesystem: FileSystem
+    cleaner: Cleaner
+    tasks: BackgroundTasks
+    nursery: trio.Nursery
+
+
+@asynccontextmanager
+async def open_volume(meta_url: str, options: VolumeOptions | None = None) -> AsyncIterator[Volume]:
+    """Open a volume as a client of it; on exit everything dirty is flushed.
+
+    Raises VolumeNotFound, FormatTooNew, StoreMismatch, MetadataUnavailable, BadURL. The exit raises
+    the first error of the last flush.
+    """
+    options = options or VolumeOptions()
+    raw = await trio.to_thread.run_sync(lambda: open_kv(meta_url, read_only=options.read_only))
+    try:
+        with unwrapped_groups():
+            async with trio.open_nursery() as nursery:
+                volume = await _assemble(meta_url, options, AsyncKV(raw), nursery)
+                try:
+                    volume.tasks.start(nursery, read_only=options.read_only)
+                    yield volume
+                finally:
+                    await _shut_down(volume)
+                    nursery.cancel_scope.cancel()
+    finally:
+        with trio.CancelScope(shield=True):
+            await trio.to_thread.run_sync(raw.close)
+
+
+async def _assemble(
+    meta_url: str, options: VolumeOptions, kv: AsyncKV, nursery: trio.Nursery
+) -> Volume:
+    """Build everything that a client consists of, from the ground up."""
+
+    def load(tx: ReadTransaction) -> tuple[VolumeRecord, list[StoreRecord]]:
+        return read_volume(tx, display_url(meta_url)), read_stores(tx)
+
+    record, store_records = await kv.read(load)
+    opened = await trio.to_thread.run_sync(lambda: _open_stores(store_records, record, options))
+    stores = StoreSet(opened)
+    session_id = 0
+    if not options.read_only:
+        session_id = await kv.transact(lambda tx: sessions.open_session(tx, options.client))
+    ids = IdAllocator(kv, session_id)
+    pool = BufferPool(int(options.memory_limit_bytes * POOL_SHARE), record.chunk_bytes)
+    geometry = Geometry(record.block_bytes, record.chunk_bytes, record.codec, record.level)
+    writer = BlockWriter(record.uuid, geometry, stores, store_records, pool)
+    reader = BlockReader(record.uuid, stores, pool)
+    cache = ChunkCache(reader, pool, record.chunk_bytes, nursery)
+    signals = Signals()
+    pool.on_pressure = signals.memory_wanted
+    services = FileServices(
+        kv=kv, session_id=session_id, write=WriteServices(writer, pool, ids.next_id, nursery),
+        reader=reader, cache=cache, table=BlockTable(kv), chunk_bytes=record.chunk_bytes,
+        on_blocks_freed=signals.blocks_freed,
+    )  # fmt: skip
+    filesystem = FileSystem(
+        services, ids, stores, read_only=options.read_only, on_orphan=signals.orphaned
+    )
+    cleaner = Cleaner(kv, stores, session_id, filesystem.files.is_open)
+    tasks = BackgroundTasks(kv, session_id, filesystem, cleaner, cache, pool, signals)
+    return Volume(
+        url=meta_url, record=record, options=options, kv=kv, session_id=session_id, ids=ids,
+        stores=stores, pool=pool, writer=writer, reader=reader, cache=cache,
+        filesystem=filesystem, cleaner=cleaner, tasks=tasks, nursery=nursery,
+    )  # fmt: skip
+
+
+def _open_stores(
+    records: list[StoreRecord], volume: VolumeRecord, options: VolumeOptions
+) -> dict[int, ChunkStore]:
+    """Open every store of the volume, or none."""
+    opened: dict[int, ChunkStore] = {}
+    try:
+        for record in records:
+            opened[record.store_id] = open_store(record, volume.uuid, read_only=options.read_only)
+    except TectonicError:
+        for store in opened.values():
+            store.close()
+        raise
+    return opened
+
+
+async def _shut_down(volume: Volume) -> None:
+    """Flush everything, leave the session, give back memory; errors of the flush are raised.
+
+    Shielded, with a deadline of its own: cancelling a client never loses dirty data.
+    """
+    with trio.CancelScope(shield=True, deadline=trio.current_time() + SHUTDOWN_DEADLINE_S):
+        try:
+            if not volume.options.read_only:
+                await volume.filesystem.sync(durable=False)
+                await volume.tasks.reclaim_orphans()
+                await volume.cleaner.delete_dead_blocks()
+                leases = volume.ids.leases
+                await volume.kv.transact(
+                    lambda tx: sessions.end_session(tx, volume.session_id, leases)
+                )
+        finally:
+            volume.cache.clear()
+            await volume.stores.close()
