@@ -78,6 +78,9 @@ STORE_WRITE_THREADS: Final = 4
 STORE_READ_THREADS: Final = 4
 """Concurrent chunk gets of a client."""
 
+CHECKPOINT_TRANSFERS: Final = STORE_WRITE_THREADS + 1
+"""Chunks of a checkpoint under way at once: one waits while the threads are busy."""
+
 METADATA_READ_THREADS: Final = 8
 """Concurrent read transactions of a client on engines whose reads may wait (PostgreSQL)."""
 
@@ -141,8 +144,8 @@ MAX_SCHEMA_NAME_BYTES: Final = 63
 SCAN_PAGE_ROWS: Final = 1000
 """Rows per page of a long scan, so that no transaction or reply grows without bound."""
 
-RECLAIM_BATCH_EXTENTS: Final = 256
-"""Extents of a deleted file removed per transaction."""
+RECLAIM_BATCH_ROWS: Final = 256
+"""Extents of a deleted file, or entries of a deleted tree, removed per transaction."""
 
 PARENT_TIME_LANES: Final = 16
 """Rows over which the times of one directory are spread, so that creators do not conflict."""
@@ -169,6 +172,30 @@ MAX_WORLD_SIZE: Final = 65_536
 
 MAX_RUN_ID_BYTES: Final = 200
 """A run's id is part of a key."""
+
+MAX_VERDICT_BYTES: Final = 4 * KiB
+"""Message of a failed save: a few names of hosts, or a rank's own error."""
+
+CHECKPOINT_POLL_MIN_S: Final = 0.002
+"""First pause of a rank that waits for others; it doubles up to a bound that grows with ranks."""
+
+CHECKPOINT_POLL_MAX_S: Final = 0.02
+"""Longest pause of a waiting rank, plus CHECKPOINT_POLL_PER_RANK_S for each rank."""
+
+CHECKPOINT_POLL_PER_RANK_S: Final = 50e-6
+"""Keeps the polls of all ranks together below 20,000 a second, however many there are."""
+
+LIVENESS_INTERVAL_S: Final = 0.5
+"""How often a waiting coordinator looks whether the missing ranks are alive."""
+
+ELSEWHERE_AFTER_S: Final = 1.0
+"""A rank that found no attempt for this long looks whether the others save another step."""
+
+ATTEMPT_KEPT_S: Final = 600.0
+"""How long the outcome of an attempt stays readable: ranks poll many times a second."""
+
+ATTEMPTS_SWEPT: Final = 16
+"""Old attempts removed by each new one: more than one, so that they never pile up."""
 
 # --- time -------------------------------------------------------------------------------------
 

@@ -46,8 +46,9 @@ from tectonic_client.metadata.names import (
     read_entry,
     write_entry,
 )
+from tectonic_client.metadata.orphans import drop_name
 from tectonic_client.metadata.sessions import require_session
-from tectonic_client.records import DirentRecord, FileType, InodeRecord, OrphanRecord
+from tectonic_client.records import DirentRecord, FileType, InodeRecord
 from tectonic_client.types import (
     ROOT_INODE,
     AttributeChanges,
@@ -202,7 +203,7 @@ def unlink(tx: Transaction, parent: int, name: bytes, actor: Actor) -> int | Non
         raise IsDirectory(f"{name!r} is a directory")
     delete_entry(tx, parent, name)
     touch_directory(tx, parent, actor.session_id, actor.now_ns)
-    return entry.inode if _drop_name(tx, entry.inode, actor) else None
+    return entry.inode if drop_name(tx, entry.inode, *actor) else None
 
 
 def rmdir(tx: Transaction, parent: int, name: bytes, actor: Actor) -> int:
@@ -212,10 +213,7 @@ def rmdir(tx: Transaction, parent: int, name: bytes, actor: Actor) -> int:
         raise NotDirectory(f"{name!r} is not a directory")
     if not is_empty(tx, entry.inode):
         raise NotEmpty(f"directory {name!r} is not empty")
-    delete_entry(tx, parent, name)
-    count_subdirectory(tx, parent, actor.session_id, -1)
-    touch_directory(tx, parent, actor.session_id, actor.now_ns)
-    _drop_name(tx, entry.inode, actor)
+    _remove_directory(tx, parent, name, entry.inode, actor)
     return entry.inode
 
 
@@ -227,18 +225,23 @@ def _existing(tx: ReadTransaction, parent: int, name: bytes) -> DirentRecord:
     return entry
 
 
-def _drop_name(tx: Transaction, inode: int, actor: Actor) -> bool:
-    record = read_inode(tx, inode)
-    nlink = 0 if record.is_directory else record.nlink - 1
-    write_inode(tx, inode, replace(record, nlink=nlink, ctime_ns=actor.now_ns))
-    if nlink == 0:
-        write_orphan(tx, inode, actor.session_id)
-    return nlink == 0
+def detach_tree(tx: Transaction, parent: int, name: bytes, actor: Actor) -> int:
+    """Remove a directory with all that is in it from the namespace, at once.
+
+    Returns its inode, an orphan from now on; what was in it is reclaimed with it.
+    """
+    entry = _existing(tx, parent, name)
+    if entry.file_type is not FileType.DIRECTORY:
+        raise NotDirectory(f"{name!r} is not a directory")
+    _remove_directory(tx, parent, name, entry.inode, actor)
+    return entry.inode
 
 
-def write_orphan(tx: Transaction, inode: int, session_id: int) -> None:
-    """Note that the inode has no name and is to be reclaimed, by `session_id` if that lives."""
-    tx.put(keys.orphan(inode), OrphanRecord(session_id).encode())
+def _remove_directory(tx: Transaction, parent: int, name: bytes, inode: int, actor: Actor) -> None:
+    delete_entry(tx, parent, name)
+    count_subdirectory(tx, parent, actor.session_id, -1)
+    touch_directory(tx, parent, actor.session_id, actor.now_ns)
+    drop_name(tx, inode, *actor)
 
 
 # --- renaming ---------------------------------------------------------------------------------
@@ -318,7 +321,7 @@ def _forbid_inside(tx: ReadTransaction, directory: int, ancestor: int) -> None:
 def _replace(tx: Transaction, place: Place, target: DirentRecord, actor: Actor) -> int | None:
     if target.file_type is FileType.DIRECTORY:
         count_subdirectory(tx, place.parent, actor.session_id, -1)
-    return target.inode if _drop_name(tx, target.inode, actor) else None
+    return target.inode if drop_name(tx, target.inode, *actor) else None
 
 
 def _move(tx: Transaction, entry: DirentRecord, old: Place, new: Place, actor: Actor) -> None:

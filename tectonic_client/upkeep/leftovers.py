@@ -13,9 +13,9 @@ from functools import partial
 from tectonic_client.blocks.stores import StoreSet
 from tectonic_client.chunkstore.port import ChunkKey, ChunkStore
 from tectonic_client.kv.executor import AsyncKV
-from tectonic_client.kv.port import ReadTransaction, Transaction
+from tectonic_client.kv.port import ReadTransaction
 from tectonic_client.limits import DEAD_BLOCK_GRACE_S, SCAN_PAGE_ROWS
-from tectonic_client.metadata import blocks, files, keys, sessions
+from tectonic_client.metadata import blocks, keys, orphans, sessions
 from tectonic_client.metadata.sessions import describe
 from tectonic_client.records import DeadBlockRecord, OrphanRecord
 
@@ -89,13 +89,14 @@ class Cleaner:
         return found
 
     async def reclaim(self, inode: int) -> None:
-        """Remove an orphan's extents and records, in bounded transactions."""
-
-        def step(tx: Transaction) -> bool:
-            return tx.get(keys.orphan(inode)) is None or files.reclaim(tx, inode)
-
-        while not await self._kv.transact(step):
-            pass
+        """Remove an orphan's extents and records, and a tree's below it, in bounded steps."""
+        todo = [inode]
+        while todo:
+            step = partial(orphans.reclaim, inode=todo[-1], session_id=self._session_id)
+            gone, found = await self._kv.transact(step)
+            if gone:
+                todo.pop()
+            todo += found
 
     # --- dead blocks --------------------------------------------------------------------------
 

@@ -1,0 +1,53 @@
+"""Inodes without a name: noted when the last name goes, reclaimed in bounded transactions.
+
+A directory may be orphaned with all that is in it (a deleted checkpoint, an abandoned attempt):
+reclaiming it takes its entries out, which orphans its children in turn. Functions over a
+transaction.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tectonic_client.kv.port import Transaction
+from tectonic_client.limits import RECLAIM_BATCH_ROWS
+from tectonic_client.metadata import files, keys
+from tectonic_client.metadata.inodes import read_inode, write_inode
+from tectonic_client.metadata.names import delete_entry, list_entries
+from tectonic_client.records import OrphanRecord
+
+
+def write_orphan(tx: Transaction, inode: int, session_id: int) -> None:
+    """Note that the inode has no name and is to be reclaimed, by `session_id` if that lives."""
+    tx.put(keys.orphan(inode), OrphanRecord(session_id).encode())
+
+
+def drop_name(tx: Transaction, inode: int, session_id: int, now_ns: int) -> bool:
+    """The inode lost a name (a directory its only one); True if it is an orphan now."""
+    record = read_inode(tx, inode)
+    nlink = 0 if record.is_directory else record.nlink - 1
+    write_inode(tx, inode, replace(record, nlink=nlink, ctime_ns=now_ns))
+    if nlink == 0:
+        write_orphan(tx, inode, session_id)
+    return nlink == 0
+
+
+def reclaim(tx: Transaction, inode: int, session_id: int) -> tuple[bool, list[int]]:
+    """Remove a batch of what an orphan consists of.
+
+    Returns whether the inode is gone with all its records, and the orphans that this made.
+    """
+    if tx.get(keys.orphan(inode)) is None:
+        return True, []
+    entries = list_entries(tx, inode, 0, RECLAIM_BATCH_ROWS)
+    orphans = []
+    for entry in entries:
+        delete_entry(tx, inode, entry.name)
+        if drop_name(tx, entry.record.inode, session_id, tx.now_ns()):
+            orphans.append(entry.record.inode)
+    if entries or not files.drop_extents(tx, inode):
+        return False, orphans
+    prefix = keys.group(keys.FILE, inode)
+    tx.delete_range(prefix, keys.prefix_end(prefix))
+    tx.delete(keys.orphan(inode))
+    return True, []
