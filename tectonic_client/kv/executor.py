@@ -20,7 +20,11 @@ import trio
 
 from tectonic_client.errors import MetadataUnavailable, UnknownOutcome
 from tectonic_client.kv.port import KV, ReadTransaction, Transaction
-from tectonic_client.limits import METADATA_DEADLINE_S, METADATA_READ_THREADS
+from tectonic_client.limits import (
+    METADATA_DEADLINE_S,
+    METADATA_READ_THREADS,
+    METADATA_WRITE_THREADS,
+)
 
 T = TypeVar("T")
 
@@ -39,7 +43,9 @@ class AsyncKV:
     def __init__(self, kv: KV, *, deadline_s: float = METADATA_DEADLINE_S) -> None:
         self._kv = kv
         self._deadline_s = deadline_s
-        self._threads = trio.CapacityLimiter(METADATA_READ_THREADS)
+        # Apart from each other, so that writers that wait for a lock leave room to read.
+        self._read_threads = trio.CapacityLimiter(METADATA_READ_THREADS)
+        self._write_threads = trio.CapacityLimiter(METADATA_WRITE_THREADS)
 
     @property
     def sync(self) -> KV:
@@ -49,7 +55,7 @@ class AsyncKV:
     async def read(self, fn: Callable[[ReadTransaction], T]) -> T:
         """As `KV.read`."""
         if self._kv.reads_may_block:
-            return await trio.to_thread.run_sync(self._kv.read, fn, limiter=self._threads)
+            return await trio.to_thread.run_sync(self._kv.read, fn, limiter=self._read_threads)
         await trio.lowlevel.checkpoint()
         return self._kv.read(fn)
 
@@ -57,7 +63,7 @@ class AsyncKV:
         """As `KV.transact`. A cancelled call either did nothing or returns the outcome."""
         if not isinstance(self._kv, SubmittingKV):
             call = partial(self._kv.transact, fn, durable=durable)
-            return await trio.to_thread.run_sync(call, limiter=self._threads)
+            return await trio.to_thread.run_sync(call, limiter=self._write_threads)
         await trio.lowlevel.checkpoint_if_cancelled()
         future = self._kv.submit(fn, durable=durable)
         with trio.CancelScope(shield=True):

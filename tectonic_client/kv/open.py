@@ -11,6 +11,9 @@ from tectonic_client.errors import BadURL, VolumeNotFound
 from tectonic_client.kv.memory import MemoryData, MemoryKV
 from tectonic_client.kv.port import KV
 from tectonic_client.kv.sqlite import SqliteKV
+from tectonic_client.kv.urls import display_url
+
+__all__ = ["display_url", "open_kv"]
 
 _FORMS: Final = "a path, sqlite:///PATH, postgresql://USER@HOST/DATABASE or memory://NAME"
 
@@ -33,25 +36,6 @@ def open_kv(url: str, *, create: bool = False, read_only: bool = False) -> KV:
     if engine is None or not url:
         raise BadURL(f"metadata URL {display_url(url)!r}: give {_FORMS}")
     return engine(url, create, read_only)
-
-
-def display_url(url: str) -> str:
-    """`url` for messages: without its password."""
-    scheme, separator, rest = url.partition("://")
-    if scheme not in ("postgresql", "postgres") or not separator:
-        return url
-    authority, slash, path = rest.partition("/")
-    user, at, host = authority.rpartition("@")
-    if ":" in user:
-        user = user.partition(":")[0] + ":***"
-    path, question, query = path.partition("?")
-    settings = "&".join(map(_without_secret, query.split("&")))
-    return f"{scheme}://{user}{at}{host}{slash}{path}{question}{settings}"
-
-
-def _without_secret(setting: str) -> str:
-    name, equals, _ = setting.partition("=")
-    return f"{name}{equals}***" if "password" in unquote(name) else setting
 
 
 def _open_path(path: str, create: bool, read_only: bool) -> KV:

@@ -11,16 +11,17 @@ Beside `path` lie SQLite's `path-wal` and `path-shm` while it is open, and `path
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import TypeVar
 
 import apsw
 
 from tectonic_client.errors import MetadataUnavailable, ReadOnly, UnknownOutcome, UsedAfterFork
-from tectonic_client.kv import sqlite_connection
+from tectonic_client.kv.connections import Connections
 from tectonic_client.kv.port import ReadTransaction, Transaction
+from tectonic_client.kv.sqlite_connection import connect, create_database, read_snapshot
 from tectonic_client.kv.sqlite_writer import SqliteWriter
 from tectonic_client.limits import (
     METADATA_DEADLINE_S,
@@ -29,65 +30,6 @@ from tectonic_client.limits import (
 )
 
 T = TypeVar("T")
-
-
-class _ReadConnections:
-    """A bounded stack of read connections: the last one used is the next, its cache is warm."""
-
-    def __init__(self, path: str, wait_s: float, *, read_only: bool) -> None:
-        self._path = path
-        self._wait_s = wait_s
-        self._read_only = read_only
-        self._idle: list[apsw.Connection] = []
-        self._opened = 0
-        self._closed = False
-        self._changed = threading.Condition(threading.Lock())
-
-    def take(self) -> apsw.Connection:
-        with self._changed:
-            if not self._changed.wait_for(self._may_take, self._wait_s):
-                raise MetadataUnavailable(
-                    f"{self._path}: {SQLITE_READ_CONNECTIONS} reads have been running"
-                    f" for {self._wait_s:.0f} s"
-                )
-            if self._closed:
-                raise MetadataUnavailable(f"{self._path} is closed")
-            if self._idle:
-                return self._idle.pop()
-            self._opened += 1
-        return self._open()
-
-    def give(self, connection: apsw.Connection) -> None:
-        with self._changed:
-            if self._closed:
-                connection.close()
-            else:
-                self._idle.append(connection)
-                self._changed.notify()
-
-    def close(self) -> None:
-        with self._changed:
-            self._closed = True
-            while self._idle:
-                self._idle.pop().close()
-            self._changed.notify_all()
-
-    def _may_take(self) -> bool:
-        return self._closed or bool(self._idle) or self._opened < SQLITE_READ_CONNECTIONS
-
-    def _open(self) -> apsw.Connection:
-        try:
-            return sqlite_connection.connect(
-                self._path,
-                cache_bytes=SQLITE_READ_CACHE_BYTES,
-                wait_s=self._wait_s,
-                read_only=self._read_only,
-            )
-        except BaseException:
-            with self._changed:
-                self._opened -= 1
-                self._changed.notify()
-            raise
 
 
 class SqliteKV:
@@ -111,17 +53,29 @@ class SqliteKV:
         self._deadline_s = deadline_s
         self._process = os.getpid()
         if create and not read_only:
-            sqlite_connection.create(self._path)
+            create_database(self._path)
         self._writer = None if read_only else SqliteWriter(self._path, deadline_s)
-        self._readers = _ReadConnections(self._path, deadline_s, read_only=read_only)
+        self._readers = Connections(
+            self._path,
+            open_one=partial(
+                connect,
+                self._path,
+                cache_bytes=SQLITE_READ_CACHE_BYTES,
+                wait_s=deadline_s,
+                read_only=read_only,
+            ),
+            close_one=apsw.Connection.close,
+            limit=SQLITE_READ_CONNECTIONS,
+            wait_s=deadline_s,
+        )
         if read_only:
-            self.read(lambda transaction: transaction.get(b""))  # fails now where it cannot be read
+            self._readers.give(self._readers.take())  # fails now where the file cannot be read
 
     def read(self, fn: Callable[[ReadTransaction], T]) -> T:
         self._check_process()
         connection = self._readers.take()
         try:
-            return sqlite_connection.read_snapshot(connection, self._path, fn)
+            return read_snapshot(connection, self._path, fn)
         finally:
             self._readers.give(connection)
 

@@ -78,7 +78,7 @@ def translate(
 # --- opening ----------------------------------------------------------------------------------
 
 
-def create(path: str) -> None:
+def create_database(path: str) -> None:
     """Create an empty database at `path` unless there is a file already; durable on return.
 
     It is built under another name and linked into place, so neither a crash nor a concurrent
