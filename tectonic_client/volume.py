@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -202,11 +202,17 @@ def _store_status(record: StoreRecord, volume_uuid: bytes) -> StoreStatus:
 
 @dataclass(frozen=True, slots=True)
 class VolumeOptions:
-    """How a client opens a volume."""
+    """How a client opens a volume.
+
+    `wrap_kv` and `wrap_store` put something around the engine and each store: measurement, delays,
+    faults. They must keep the ports' contracts where they do not mean to break them.
+    """
 
     memory_limit_bytes: int = DEFAULT_MEMORY_LIMIT_BYTES
     read_only: bool = False
     client: str = "api"
+    wrap_kv: Callable[[KV], KV] = lambda kv: kv
+    wrap_store: Callable[[ChunkStore], ChunkStore] = lambda store: store
 
     def __post_init__(self) -> None:
         if self.memory_limit_bytes < MIN_MEMORY_LIMIT_BYTES:
@@ -249,7 +255,8 @@ async def open_volume(meta_url: str, options: VolumeOptions | None = None) -> As
     try:
         with unwrapped_groups():
             async with trio.open_nursery() as nursery:
-                volume = await _assemble(meta_url, options, AsyncKV(raw), nursery)
+                kv = AsyncKV(options.wrap_kv(raw))
+                volume = await _assemble(meta_url, options, kv, nursery)
                 try:
                     volume.tasks.start(nursery, read_only=options.read_only)
                     yield volume
@@ -307,7 +314,8 @@ def _open_stores(
     opened: dict[int, ChunkStore] = {}
     try:
         for record in records:
-            opened[record.store_id] = open_store(record, volume.uuid, read_only=options.read_only)
+            store = open_store(record, volume.uuid, read_only=options.read_only)
+            opened[record.store_id] = options.wrap_store(store)
     except TectonicError:
         for store in opened.values():
             store.close()

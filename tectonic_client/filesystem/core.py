@@ -274,7 +274,7 @@ class FileSystem:
                 await self._files.flush(state)
             except TectonicError as error:
                 first = first or error
-        if durable and not self._read_only:
+        if durable:
             await self._files.sync_metadata()
         if first is not None:
             raise first

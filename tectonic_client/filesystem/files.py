@@ -215,7 +215,8 @@ class Files:
     async def sync_metadata(self) -> None:
         """Make every acknowledged metadata change survive power loss."""
         session_id = self._services.session_id
-        await self._services.kv.transact(lambda tx: heartbeat(tx, session_id), durable=True)
+        if session_id:  # a read-only client has no session and changed nothing
+            await self._services.kv.transact(lambda tx: heartbeat(tx, session_id), durable=True)
 
     async def _publish(self, state: OpenInode, *, durable: bool) -> None:
         try:

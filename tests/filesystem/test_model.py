@@ -91,5 +91,3 @@ def test_operations_agree_with_a_host_directory(
         trio.run(play)
     finally:
         shutil.rmtree(host_root)
-
-
