@@ -59,6 +59,11 @@ class BlockingVolume:
             self._opened.set()
             await self._stop.wait()
 
+    @property
+    def open(self) -> bool:
+        """Whether `run` can be called."""
+        return os.getpid() == self._pid and self._thread.is_alive()
+
     def run(self, work: Callable[[Volume], Awaitable[T]]) -> T:
         """Result of `await work(volume)`, run in the volume's event loop."""
         if os.getpid() != self._pid:

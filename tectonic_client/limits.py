@@ -185,6 +185,15 @@ CHECKPOINT_POLL_MAX_S: Final = 0.02
 CHECKPOINT_POLL_PER_RANK_S: Final = 50e-6
 """Keeps the polls of all ranks together below 20,000 a second, however many there are."""
 
+DEFAULT_CHECKPOINT_TIMEOUT_S: Final = 600.0
+"""How long a collective save waits for slow ranks unless told otherwise."""
+
+CHECKPOINT_GIVE_UP_S: Final = 10.0
+"""A rank that fails tries for this long to tell the others and to remove its chunks."""
+
+CHECKPOINT_READ_GAP_BYTES: Final = 256 * KiB
+"""Unwanted bytes between two wanted ranges that are read along rather than skipped."""
+
 LIVENESS_INTERVAL_S: Final = 0.5
 """How often a waiting coordinator looks whether the missing ranks are alive."""
 

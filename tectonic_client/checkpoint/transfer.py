@@ -72,6 +72,12 @@ async def write_file(
     return _seal(volume, blocks, layout.file_bytes, now_ns)
 
 
+async def write_bytes(volume: Volume, data: bytes, now_ns: int) -> WrittenFile:
+    """Put a small file of given content, as `write_file` does."""
+    layout = Layout(len(data), (), {})
+    return await write_file(volume, layout, data, {}, now_ns)
+
+
 def _fill(plan: ChunkPlan, header: memoryview, sources: list[Leaf], memory: memoryview) -> None:
     """In a worker thread: bring the chunk's bytes together."""
     for piece in plan.pieces:

@@ -39,6 +39,10 @@ def reclaim(tx: Transaction, inode: int, session_id: int) -> tuple[bool, list[in
     """
     if tx.get(keys.orphan(inode)) is None:
         return True, []
+    record = read_inode(tx, inode)
+    if record.nlink:
+        # A hidden directory whose owner died: from now on nobody adds to it or publishes it.
+        write_inode(tx, inode, replace(record, nlink=0))
     entries = list_entries(tx, inode, 0, RECLAIM_BATCH_ROWS)
     orphans = []
     for entry in entries:

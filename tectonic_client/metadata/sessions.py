@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -89,6 +90,12 @@ def read_session(tx: ReadTransaction, session_id: int) -> SessionRecord | None:
     return None if data is None else SessionRecord.decode(data)
 
 
+def read_sessions(tx: ReadTransaction, session_ids: Sequence[int]) -> list[SessionRecord | None]:
+    """Records in the order of the ids; None where a session ended."""
+    rows = tx.get_many([keys.session(session_id) for session_id in session_ids])
+    return [None if row is None else SessionRecord.decode(row) for row in rows]
+
+
 def require_session(tx: ReadTransaction, session_id: int) -> SessionRecord:
     """The fence: raises SessionLost when the session was declared dead."""
     record = read_session(tx, session_id)
@@ -109,10 +116,11 @@ def heartbeat(tx: Transaction, session_id: int) -> None:
 def is_alive(tx: ReadTransaction, session_id: int) -> bool:
     """Whether the session exists and neither its heartbeat nor its process is gone."""
     record = read_session(tx, session_id)
-    return record is not None and _lives(record, tx.now_ns())
+    return record is not None and shows_life(record, tx.now_ns())
 
 
-def _lives(record: SessionRecord, now_ns: int) -> bool:
+def shows_life(record: SessionRecord, now_ns: int) -> bool:
+    """Whether a session's process exists (on this host) or its heartbeat is recent (elsewhere)."""
     if record.host == this_host().identity:
         return process_started_ticks(record.pid) == record.pid_started_ticks
     return now_ns - record.heartbeat_ns < SESSION_EXPIRY_S * _NS_PER_S
@@ -127,7 +135,7 @@ def list_sessions(tx: ReadTransaction) -> list[tuple[int, SessionRecord]]:
 def end_dead_sessions(tx: Transaction) -> list[SessionRecord]:
     """Fence off every dead session by removing its record; returns those removed."""
     now = tx.now_ns()
-    dead = [(sid, record) for sid, record in list_sessions(tx) if not _lives(record, now)]
+    dead = [(sid, record) for sid, record in list_sessions(tx) if not shows_life(record, now)]
     for session_id, _ in dead:
         tx.delete(keys.session(session_id))
     return [record for _, record in dead]
@@ -136,7 +144,7 @@ def end_dead_sessions(tx: Transaction) -> list[SessionRecord]:
 def other_sessions_live(tx: ReadTransaction, session_id: int) -> bool:
     """Whether anybody else uses the volume."""
     now = tx.now_ns()
-    return any(sid != session_id and _lives(record, now) for sid, record in list_sessions(tx))
+    return any(sid != session_id and shows_life(record, now) for sid, record in list_sessions(tx))
 
 
 def end_session(tx: Transaction, session_id: int, leases: list[int]) -> None:

@@ -1,0 +1,158 @@
+"""The committed steps of a run's directory: list, describe, verify, delete. No rank is needed."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from tectonic_client.checkpoint.index import StepIndex, parse_index
+from tectonic_client.checkpoint.layout import LENGTH_BYTES, Layout, header_length, parse_header
+from tectonic_client.checkpoint.names import INDEX_NAME, parse_step_name, step_name
+from tectonic_client.checkpoint.transfer import StoredFile
+from tectonic_client.errors import (
+    CorruptCheckpoint,
+    CorruptionError,
+    NotFound,
+    StaleHandle,
+    StepNotFound,
+)
+from tectonic_client.filesystem.namespace import Actor, detach_tree
+from tectonic_client.filesystem.paths import resolve
+from tectonic_client.kv.port import ReadTransaction
+from tectonic_client.limits import MAX_CHECKPOINT_INDEX_BYTES, SCAN_PAGE_ROWS
+from tectonic_client.metadata import keys
+from tectonic_client.metadata.names import list_entries
+from tectonic_client.records import FileType
+from tectonic_client.volume import Volume
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """What verifying a step found; `problems` names file, tensor, block and store."""
+
+    step: int
+    files: int
+    bytes: int
+    seconds: float
+    problems: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether every byte is there and equals its checksum."""
+        return not self.problems
+
+
+class CheckpointDirectory:
+    """The steps below one directory of an open volume. Used in the volume's event loop."""
+
+    def __init__(self, volume: Volume, path: str) -> None:
+        self._volume = volume
+        self.path = path.rstrip("/") or "/"
+
+    async def steps(self) -> list[int]:
+        """Committed steps in ascending order; empty where the directory does not exist."""
+        try:
+            return await self._volume.kv.read(self._list)
+        except NotFound:
+            return []
+
+    def _list(self, tx: ReadTransaction) -> list[int]:
+        directory, cookie, found = resolve(tx, self.path), 0, []
+        while page := list_entries(tx, directory, cookie, SCAN_PAGE_ROWS):
+            steps = {
+                entry.record.inode: step
+                for entry in page
+                if entry.record.file_type is FileType.DIRECTORY
+                and (step := parse_step_name(entry.name.decode("utf-8", "replace"))) is not None
+            }
+            index_keys = [keys.entry(inode, INDEX_NAME.encode()) for inode in steps]
+            rows = tx.get_many(index_keys)
+            found += [s for s, row in zip(steps.values(), rows, strict=True) if row is not None]
+            cookie = page[-1].cookie
+        return sorted(found)
+
+    async def latest(self) -> int | None:
+        """The newest committed step, None if there is none."""
+        return max(await self.steps(), default=None)
+
+    async def require(self, step: int | None) -> int:
+        """`step` if it is committed, the newest one for None. Raises StepNotFound."""
+        steps = await self.steps()
+        if not steps or (step is not None and step not in steps):
+            what = "no committed step" if step is None else f"no committed step {step}"
+            have = f"; there are {_shown(steps)}" if steps else ""
+            raise StepNotFound(f"{what} in {self.path}{have}")
+        return steps[-1] if step is None else step
+
+    def path_of(self, step: int, name: str) -> str:
+        """Path of a file of a step."""
+        return f"{self.path}/{step_name(step)}/{name}"
+
+    async def open_file(self, step: int, name: str) -> StoredFile:
+        """A file of a step. Raises CorruptCheckpoint where it is missing."""
+        path = self.path_of(step, name)
+        try:
+            return await StoredFile.open(self._volume, path)
+        except (NotFound, StaleHandle) as error:
+            await self.require(step)  # a step that was deleted meanwhile is not corrupt
+            raise CorruptCheckpoint(f"{path} is missing") from error
+
+    async def index(self, step: int) -> StepIndex:
+        """The step's index. Raises CorruptCheckpoint, CorruptChunk, ..."""
+        file = await self.open_file(step, INDEX_NAME)
+        if file.size_bytes > MAX_CHECKPOINT_INDEX_BYTES:
+            raise CorruptCheckpoint(f"{file.name} has {file.size_bytes} bytes: no index of ours")
+        return parse_index(bytes(await file.read(0, file.size_bytes)))
+
+    async def layout(self, file: StoredFile) -> Layout:
+        """What is where in a rank's file."""
+        start = await file.read(0, min(LENGTH_BYTES, file.size_bytes))
+        length = header_length(bytes(start), file.size_bytes)
+        return parse_header(bytes(await file.read(0, length)), file.size_bytes)
+
+    async def verify(self, step: int) -> VerifyReport:
+        """Read every byte of a step and compare it with its checksum. Raises StepNotFound."""
+        started = time.perf_counter()
+        step = await self.require(step)
+        problems: list[str] = []
+        files, size = 0, 0
+        try:
+            index = await self.index(step)
+        except CorruptionError as error:
+            return VerifyReport(step, 0, 0, time.perf_counter() - started, (str(error),))
+        for part in index.ranks:
+            try:
+                size += await self._verify_file(step, part.file, part.bytes)
+                files += 1
+            except CorruptionError as error:
+                problems.append(str(error))
+        return VerifyReport(step, files, size, time.perf_counter() - started, tuple(problems))
+
+    async def _verify_file(self, step: int, name: str, size_bytes: int) -> int:
+        file = await self.open_file(step, name)
+        if file.size_bytes != size_bytes:
+            raise CorruptCheckpoint(
+                f"{file.name} has {file.size_bytes} bytes, the index says {size_bytes}"
+            )
+        await self.layout(file)
+        await file.verify()
+        return size_bytes
+
+    async def delete(self, step: int) -> None:
+        """Remove a step: at once from sight, then its data. Raises StepNotFound."""
+        await self.require(step)
+        actor = Actor(self._volume.session_id, time.time_ns())
+        name = step_name(step).encode()
+        try:
+            inode = await self._volume.kv.transact(
+                lambda tx: detach_tree(tx, resolve(tx, self.path), name, actor), durable=True
+            )
+        except NotFound:
+            raise StepNotFound(f"no committed step {step} in {self.path}") from None
+        await self._volume.cleaner.reclaim(inode)
+        await self._volume.cleaner.delete_dead_blocks()
+
+
+def _shown(steps: list[int]) -> str:
+    text = ", ".join(map(str, steps[-5:]))
+    return text if len(steps) <= 5 else f"... {text}"

@@ -1,0 +1,121 @@
+"""The directory of a run in the volume, as the protocol needs it (`port.Namespace`).
+
+A hidden directory is an inode without a name and with an orphan record of its coordinator's
+session: if that dies, any client reclaims it. Whoever adds to it or publishes it first looks that
+reclaiming has not begun (nlink 0), so it is published whole or not at all.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from tectonic_client.checkpoint.names import step_name
+from tectonic_client.checkpoint.port import NewFile, SessionView
+from tectonic_client.checkpoint.transfer import WrittenFile
+from tectonic_client.errors import Exists, NotFound
+from tectonic_client.kv.port import ReadTransaction, Transaction
+from tectonic_client.metadata import files, keys
+from tectonic_client.metadata.inodes import (
+    count_subdirectory,
+    read_directory,
+    touch_directory,
+    write_inode,
+)
+from tectonic_client.metadata.names import read_entry, write_entry
+from tectonic_client.metadata.orphans import write_orphan
+from tectonic_client.metadata.sessions import read_sessions, require_session, shows_life
+from tectonic_client.records import DirentRecord, FileType, InodeRecord
+
+
+@dataclass(frozen=True, slots=True)
+class PendingFile:
+    """A file that is durable in the stores and has no metadata yet."""
+
+    inode: int
+    written: WrittenFile
+
+    @property
+    def nbytes(self) -> int:
+        """Its length."""
+        return self.written.size_bytes
+
+
+class RunDirectory:
+    """See the module's text; `inode` is the run's directory."""
+
+    def __init__(self, inode: int, session_id: int) -> None:
+        self.inode = inode
+        self._session_id = session_id
+
+    def step_directory(self, tx: ReadTransaction, step: int) -> int | None:
+        """Inode behind the step's name; None if the name is free."""
+        entry = read_entry(tx, self.inode, step_name(step).encode())
+        return None if entry is None else entry.inode
+
+    def create_hidden(self, tx: Transaction, inode: int) -> None:
+        """Make an empty directory without a name."""
+        write_inode(tx, inode, self._new_record(stat.S_IFDIR | 0o755, 2, 0, self.inode))
+        write_orphan(tx, inode, self._session_id)
+
+    @staticmethod
+    def _new_record(mode: int, nlink: int, size: int, parent: int) -> InodeRecord:
+        now = time.time_ns()
+        return InodeRecord(
+            mode=mode, uid=os.getuid(), gid=os.getgid(), nlink=nlink, size=size, atime_ns=now,
+            mtime_ns=now, ctime_ns=now, rdev=0, parent=parent,
+        )  # fmt: skip
+
+    @staticmethod
+    def _hidden(tx: ReadTransaction, inode: int) -> InodeRecord:
+        record = read_directory(tx, inode)
+        if not record.nlink or tx.get(keys.orphan(inode)) is None:
+            raise NotFound("the attempt was cleaned up: its coordinator was taken for dead")
+        return record
+
+    def add_file(self, tx: Transaction, directory: int, name: str, file: NewFile) -> None:
+        """Publish a file as an entry of a hidden directory."""
+        assert isinstance(file, PendingFile)
+        self._hidden(tx, directory)
+        record = self._new_record(stat.S_IFREG | 0o644, 1, file.nbytes, directory)
+        write_inode(tx, file.inode, record)
+        files.publish(tx, file.inode, file.written.blocks, file.written.extents)
+        write_entry(tx, directory, name.encode(), DirentRecord(file.inode, FileType.REGULAR))
+
+    def publish(self, tx: Transaction, inode: int, step: int) -> None:
+        """Link a hidden directory under the step's name. Raises Exists, NotFound."""
+        record = self._hidden(tx, inode)
+        if not read_directory(tx, self.inode).nlink:
+            raise NotFound("the run's directory was removed during the save")
+        if self.step_directory(tx, step) is not None:
+            raise Exists(f"{step_name(step)} exists")
+        now = time.time_ns()
+        write_inode(tx, inode, replace(record, parent=self.inode, mtime_ns=now, ctime_ns=now))
+        write_entry(
+            tx, self.inode, step_name(step).encode(), DirentRecord(inode, FileType.DIRECTORY)
+        )
+        tx.delete(keys.orphan(inode))
+        count_subdirectory(tx, self.inode, self._session_id, +1)
+        touch_directory(tx, self.inode, self._session_id, now)
+
+    def discard(self, tx: Transaction, inode: int) -> None:
+        """Leave a hidden directory and all in it to be reclaimed by anybody."""
+        if tx.get(keys.orphan(inode)) is None:
+            return
+        write_inode(tx, inode, replace(read_directory(tx, inode), nlink=0))
+        write_orphan(tx, inode, 0)
+
+    def require_session(self, tx: ReadTransaction) -> None:
+        """The fence. Raises SessionLost."""
+        require_session(tx, self._session_id)
+
+    def look_up(self, tx: ReadTransaction, session_ids: Sequence[int]) -> list[SessionView | None]:
+        """The sessions in this order, None for those that ended."""
+        now = tx.now_ns()
+        return [
+            None if record is None else SessionView(shows_life(record, now), record.heartbeat_ns)
+            for record in read_sessions(tx, session_ids)
+        ]

@@ -1,0 +1,184 @@
+"""`tectonicfs ckpt`: list, show, verify and remove the checkpoints of a directory."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict
+from functools import partial
+from typing import TypeVar
+
+import click
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from tectonic_client.blocking import BlockingVolume
+from tectonic_client.checkpoint.directory import CheckpointDirectory, VerifyReport
+from tectonic_client.checkpoint.index import StepIndex
+from tectonic_client.cli.parameters import format_size, print_json
+from tectonic_client.volume import VolumeOptions
+
+T = TypeVar("T")
+
+
+class _Steps:
+    """The checkpoints of a directory, opened for one command."""
+
+    def __init__(self, meta_url: str, path: str, *, read_only: bool) -> None:
+        options = VolumeOptions(read_only=read_only, client="ckpt")
+        self.volume = BlockingVolume(meta_url, options)
+        self._path = path
+
+    def __enter__(self) -> _Steps:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.volume.close()
+
+    def run(self, work: Callable[[CheckpointDirectory], Awaitable[T]]) -> T:
+        """Result of `await work(directory)`."""
+        return self.volume.run(lambda volume: work(CheckpointDirectory(volume, self._path)))
+
+
+_url = click.argument("meta_url")
+_path = click.argument("directory", metavar="DIR")
+_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+
+
+@click.group()
+def ckpt() -> None:
+    """List, show, verify and remove checkpoints.
+
+    DIR is the run's directory in the volume, for example /runs/gpt.
+    """
+
+
+@ckpt.command("ls")
+@_url
+@_path
+@_json
+def list_command(meta_url: str, directory: str, *, as_json: bool) -> None:
+    """List the committed steps."""
+    with _Steps(meta_url, directory, read_only=True) as steps:
+        found = [
+            steps.run(partial(CheckpointDirectory.index, step=step))
+            for step in steps.run(CheckpointDirectory.steps)
+        ]
+    if as_json:
+        print_json({"directory": directory, "steps": [_summary(index) for index in found]})
+        return
+    table = Table("step", "ranks", "size", "committed", "run", box=None, padding=(0, 2))
+    for index in found:
+        when = index.committed_at.astimezone().strftime("%Y-%m-%d %H:%M:%S")
+        table.add_row(
+            str(index.step), str(index.world_size), format_size(index.total_bytes), when,
+            index.run_id,
+        )  # fmt: skip
+    Console().print(table)
+
+
+def _summary(index: StepIndex) -> dict[str, object]:
+    return {
+        "step": index.step,
+        "world_size": index.world_size,
+        "bytes": index.total_bytes,
+        "committed_at": index.committed_at.isoformat(),
+        "run_id": index.run_id,
+        "metadata": dict(index.metadata),
+    }
+
+
+@ckpt.command()
+@_url
+@_path
+@click.option("--step", type=int, help="The step to show.  [default: the newest]")
+@_json
+def show(meta_url: str, directory: str, *, step: int | None, as_json: bool) -> None:
+    """Show a step: its ranks, their files and how long each took."""
+
+    async def load(steps: CheckpointDirectory) -> StepIndex:
+        return await steps.index(await steps.require(step))
+
+    with _Steps(meta_url, directory, read_only=True) as steps:
+        index = steps.run(load)
+    if as_json:
+        print_json(_summary(index) | {"ranks": [asdict(rank) for rank in index.ranks]})
+        return
+    console = Console()
+    console.print(
+        f"step {index.step}: {index.world_size} ranks, {format_size(index.total_bytes)},"
+        f" run {index.run_id}, {index.committed_at.isoformat(timespec='seconds')}",
+        highlight=False,
+    )
+    for name, value in index.metadata.items():
+        console.print(f"{name}: {value}", highlight=False, markup=False)
+    slowest = max(index.ranks, key=lambda rank: rank.arrive_s)
+    table = Table("rank", "size", "write s", "arrived s", "file", "", box=None, padding=(0, 2))
+    for rank in index.ranks:
+        table.add_row(
+            str(rank.rank), format_size(rank.bytes), f"{rank.write_s:.3f}",
+            f"{rank.arrive_s:.3f}", rank.file, "slowest" if rank is slowest else "",
+        )  # fmt: skip
+    console.print(table)
+
+
+@ckpt.command()
+@_url
+@_path
+@click.option("--step", "chosen", type=int, multiple=True, help="A step; repeat for several.")
+@_json
+def verify(meta_url: str, directory: str, *, chosen: tuple[int, ...], as_json: bool) -> None:
+    """Read steps (default: all) and compare every byte with its checksum.
+
+    Exit code 1 when any byte is wrong or missing.
+    """
+    reports: list[VerifyReport] = []
+    with _Steps(meta_url, directory, read_only=True) as steps:
+        console = Console(stderr=True)
+        for step in track(
+            chosen or steps.run(CheckpointDirectory.steps),
+            "verifying",
+            console=console,
+            disable=not console.is_terminal,
+        ):
+            reports.append(steps.run(partial(CheckpointDirectory.verify, step=step)))
+    if as_json:
+        print_json({"steps": [asdict(report) | {"ok": report.ok} for report in reports]})
+    else:
+        for report in reports:
+            _print_report(report)
+    if not all(report.ok for report in reports):
+        raise SystemExit(1)
+
+
+def _print_report(report: VerifyReport) -> None:
+    speed = report.bytes / report.seconds / 1e9
+    state = "ok" if report.ok else "DAMAGED"
+    click.echo(
+        f"step {report.step}: {state}, {report.files} files,"
+        f" {format_size(report.bytes)}, {speed:.2f} GB/s"
+    )
+    for problem in report.problems:
+        click.echo(f"  {problem}")
+
+
+@ckpt.command("rm")
+@_url
+@_path
+@click.argument("steps", type=int, nargs=-1, required=True)
+@click.option("--yes", "-y", is_flag=True, help="Do not ask.")
+@_json
+def remove(
+    meta_url: str, directory: str, *, steps: tuple[int, ...], yes: bool, as_json: bool
+) -> None:
+    """Remove steps: at once from sight, then their data."""
+    named = ", ".join(map(str, steps))
+    if not yes:
+        click.confirm(f"Remove step {named} of {directory}?", abort=True, err=True)
+    with _Steps(meta_url, directory, read_only=False) as opened:
+        for step in steps:
+            opened.run(partial(CheckpointDirectory.delete, step=step))
+    if as_json:
+        print_json({"directory": directory, "removed": list(steps)})
+    else:
+        click.echo(f"removed step {named}")
