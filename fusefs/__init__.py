@@ -1,0 +1,1 @@
+"""The FUSE door: translates between the kernel and `tectonic_client.filesystem`."""

@@ -1,0 +1,123 @@
+"""Life of a mount: check, open the volume, serve, flush. In the foreground or as a daemon.
+
+Order at the end, whatever ends it: requests in flight are answered, the directory is detached, the
+volume flushes everything dirty and closes, the outcome is written for a waiting `umount`, the
+process ends. `umount` reports success only after that.
+"""
+
+from __future__ import annotations
+
+import logging
+import logging.handlers
+import os
+import signal
+from collections.abc import Callable
+from typing import Final
+
+import trio
+
+from fusefs import daemon, registry
+from fusefs.allocator import keep_freed_memory
+from fusefs.checks import check
+from fusefs.errors import root_cause
+from fusefs.options import MountOptions
+from tectonic_client.errors import BadOption
+from tectonic_client.limits import FUSE_TASK_SHARE
+from tectonic_client.volume import VolumeOptions, open_volume
+
+_log = logging.getLogger(__name__)
+
+_STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+_LOG_FORMAT: Final = "%(asctime)s %(levelname)s [%(process)d] %(name)s: %(message)s"
+
+
+def mount(meta_url: str, directory: str, options: MountOptions) -> int:
+    """Mount a volume; returns the daemon's pid once the mount answers.
+
+    Raises MountError, BadOption, and what opening the volume raises, as MountError of the daemon.
+    """
+    place = check(directory, options)
+    log_file = options.log_file or default_log_file()
+    url = _absolute(meta_url)
+
+    def serve(on_ready: Callable[[], None]) -> None:
+        _serve(url, place, options, log_file, on_ready)
+
+    return daemon.start(serve, lambda: _log_to(log_file, options.log_level))
+
+
+def mount_foreground(meta_url: str, directory: str, options: MountOptions) -> None:
+    """Mount a volume and serve it until it is unmounted or a signal asks to end.
+
+    Logs to stderr unless the options name a file. Raises as `mount`, and what the last flush
+    raises.
+    """
+    place = check(directory, options)
+    _log_to(options.log_file, options.log_level)
+    _serve(meta_url, place, options, options.log_file, lambda: None)
+
+
+def _absolute(meta_url: str) -> str:
+    """The daemon's working directory is /, so a relative path must be resolved before."""
+    return meta_url if "://" in meta_url else os.path.abspath(meta_url)
+
+
+def _serve(
+    meta_url: str, directory: str, options: MountOptions, log_file: str | None,
+    on_ready: Callable[[], None],
+) -> None:  # fmt: skip
+    keep_freed_memory(int(options.memory_limit_bytes * FUSE_TASK_SHARE))
+    claim = registry.claim(directory, meta_url, log_file)
+    try:
+        trio.run(_serve_volume, meta_url, directory, options, on_ready)
+    except BaseException as error:
+        claim.finish(f"{root_cause(error)}")
+        raise
+    claim.finish(registry.CLEAN)
+    _log.info("%s is unmounted and flushed", directory)
+
+
+async def _serve_volume(
+    meta_url: str, directory: str, options: MountOptions, on_ready: Callable[[], None]
+) -> None:
+    # Loading pyfuse3 may fail; `check` has told the user what to do then.
+    from fusefs.session import serve
+
+    volume_options = VolumeOptions(
+        memory_limit_bytes=options.memory_limit_bytes, read_only=options.read_only, client="mount"
+    )
+    # Signals stay caught until the volume is flushed: a second one must not cut that short.
+    with trio.open_signal_receiver(*_STOP_SIGNALS) as signals:
+        async with open_volume(meta_url, volume_options) as volume:
+            await serve(
+                volume.filesystem, volume.record.name, directory, options,
+                signals=signals, on_ready=on_ready,
+            )  # fmt: skip
+            _log.info("flushing")
+
+
+# --- logging ----------------------------------------------------------------------------------
+
+
+def default_log_file() -> str:
+    """Where a daemon logs unless told otherwise."""
+    if os.geteuid() == 0:
+        return "/var/log/tectonicfs.log"
+    state = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
+    return os.path.join(state, "tectonicfs", "tectonicfs.log")
+
+
+def _log_to(log_file: str | None, level: int) -> None:
+    """Send the log to a file (kept open by name, for logrotate), or to stderr."""
+    handler: logging.Handler = logging.StreamHandler()
+    if log_file is not None:
+        try:
+            os.makedirs(os.path.dirname(log_file), exist_ok=True)
+            handler = logging.handlers.WatchedFileHandler(log_file)
+        except OSError as error:
+            raise BadOption(
+                f"cannot write the log file {log_file}: {error.strerror};"
+                " -o log_file=... names another one"
+            ) from error
+    logging.basicConfig(level=level, format=_LOG_FORMAT, handlers=[handler], force=True)

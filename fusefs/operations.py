@@ -1,0 +1,297 @@
+"""The request handlers: each translates one kernel request into one call of the file system.
+
+Nothing about the meaning of files and names is decided here, only what the kernel may cache and
+which path the bytes take:
+
+* Files opened write-only or for appending bypass the page cache (`direct_io`), which is ten times
+  faster. Write-only files cannot be mapped, so nothing is lost. Appending must: pages of a mapped
+  file that the kernel writes back through an appending handle would land at the end of the file.
+* A file that is unchanged since this mount last opened it keeps its pages (`keep_cache`).
+* Opening a changed file drops the kernel's attributes first: close-to-open.
+* No lookup counts are kept: inode numbers are never reused, and open files hold their inodes.
+
+`_guarded` wraps every handler; only FUSEError leaves them.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import stat
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import pyfuse3
+
+from fusefs.errors import errno_of
+from fusefs.options import MountOptions
+from fusefs.versions import OpenedVersions
+from tectonic_client.errors import Exists, InvalidArgument, NotFound, StaleHandle
+from tectonic_client.limits import (
+    ALIGNMENT_BYTES,
+    FUSE_REQUEST_BYTES,
+    MAX_NAME_BYTES,
+    READDIR_FIRST_PAGE,
+    SCAN_PAGE_ROWS,
+)
+from tectonic_client.types import AttributeChanges, Attributes, Owner, RenameFlag
+
+if TYPE_CHECKING:
+    from tectonic_client.filesystem.core import FileSystem
+
+_STAT_BLOCK_BYTES: Final = 512
+"""Unit of st_blocks (stat(2))."""
+
+_DOTS: Final = ((1, b"."), (2, b".."))
+"""Cookies and names of the two entries that a file system does not list itself; the cookies of
+its own entries are greater."""
+
+_Class = TypeVar("_Class", bound=type)
+
+
+def _guarded(cls: _Class) -> _Class:
+    """Wrap all handlers of a class, so that none can be forgotten."""
+    for name, member in list(vars(cls).items()):
+        if inspect.iscoroutinefunction(member) and not name.startswith("_"):
+            setattr(cls, name, _guard(member))
+    return cls
+
+
+def _guard(handler: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    @functools.wraps(handler)
+    async def guarded(*arguments: Any) -> Any:
+        try:
+            return await handler(*arguments)
+        except pyfuse3.FUSEError:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever it is, the mount must live on
+            raise pyfuse3.FUSEError(errno_of(error, handler.__name__)) from None
+
+    return guarded
+
+
+@_guarded
+class FuseOperations(pyfuse3.Operations):  # type: ignore[misc]  # pyfuse3 publishes no types
+    """Handlers of one mount. Called by pyfuse3 on the trio loop."""
+
+    def __init__(self, filesystem: FileSystem, options: MountOptions) -> None:
+        super().__init__()
+        self._fs = filesystem
+        self._options = options
+        self._versions = OpenedVersions()
+        self._directories: dict[int, int] = {}
+        """Inode of each open directory, for its entries "." and ".."."""
+        self._absent = pyfuse3.EntryAttributes()
+        self._absent.entry_timeout = options.negative_timeout_s
+
+    def _entry(self, attributes: Attributes) -> pyfuse3.EntryAttributes:
+        entry = pyfuse3.EntryAttributes()
+        entry.st_ino = attributes.inode
+        entry.entry_timeout = self._options.entry_timeout_s
+        entry.attr_timeout = self._options.attr_timeout_s
+        entry.st_mode = attributes.mode
+        entry.st_nlink = attributes.nlink
+        entry.st_uid = attributes.uid
+        entry.st_gid = attributes.gid
+        entry.st_rdev = attributes.rdev
+        entry.st_size = attributes.size
+        # Buffered I/O of libc and Python sizes its buffers by this.
+        entry.st_blksize = FUSE_REQUEST_BYTES if stat.S_ISREG(attributes.mode) else ALIGNMENT_BYTES
+        entry.st_blocks = -(-attributes.size // _STAT_BLOCK_BYTES)
+        entry.st_atime_ns = attributes.atime_ns
+        entry.st_mtime_ns = attributes.mtime_ns
+        entry.st_ctime_ns = attributes.ctime_ns
+        return entry
+
+    # --- names --------------------------------------------------------------------------------
+
+    async def lookup(
+        self, parent_inode: int, name: bytes, ctx: pyfuse3.RequestContext
+    ) -> pyfuse3.EntryAttributes:
+        """The entry; one without inode number tells the kernel to remember the absence."""
+        try:
+            return self._entry(await self._fs.lookup(parent_inode, name))
+        except NotFound:
+            if self._options.negative_timeout_s:
+                return self._absent
+            raise
+
+    async def mknod(
+        self, parent_inode: int, name: bytes, mode: int, rdev: int, ctx: pyfuse3.RequestContext
+    ) -> pyfuse3.EntryAttributes:
+        """A new file that is not opened, fifo, socket or device node."""
+        return self._entry(
+            await self._fs.mknod(parent_inode, name, mode & ~ctx.umask, _owner(ctx), rdev)
+        )
+
+    async def mkdir(
+        self, parent_inode: int, name: bytes, mode: int, ctx: pyfuse3.RequestContext
+    ) -> pyfuse3.EntryAttributes:
+        """A new directory."""
+        return self._entry(await self._fs.mkdir(parent_inode, name, mode & ~ctx.umask, _owner(ctx)))
+
+    async def symlink(
+        self, parent_inode: int, name: bytes, target: bytes, ctx: pyfuse3.RequestContext
+    ) -> pyfuse3.EntryAttributes:
+        """A new symbolic link."""
+        return self._entry(await self._fs.symlink(parent_inode, name, target, _owner(ctx)))
+
+    async def readlink(self, inode: int, ctx: pyfuse3.RequestContext) -> bytes:
+        """Target of a symbolic link."""
+        return await self._fs.readlink(inode)
+
+    async def link(
+        self, inode: int, new_parent_inode: int, new_name: bytes, ctx: pyfuse3.RequestContext
+    ) -> pyfuse3.EntryAttributes:
+        """One more name of a file."""
+        return self._entry(await self._fs.link(inode, new_parent_inode, new_name))
+
+    async def unlink(self, parent_inode: int, name: bytes, ctx: pyfuse3.RequestContext) -> None:
+        """Remove a name."""
+        await self._fs.unlink(parent_inode, name)
+
+    async def rmdir(self, parent_inode: int, name: bytes, ctx: pyfuse3.RequestContext) -> None:
+        """Remove an empty directory."""
+        await self._fs.rmdir(parent_inode, name)
+
+    async def rename(
+        self, parent_inode_old: int, name_old: bytes, parent_inode_new: int, name_new: bytes,
+        flags: int, ctx: pyfuse3.RequestContext,
+    ) -> None:  # fmt: skip
+        """As renameat2(2)."""
+        await self._fs.rename(
+            parent_inode_old, name_old, parent_inode_new, name_new, _rename_flag(flags)
+        )
+
+    # --- attributes ---------------------------------------------------------------------------
+
+    async def getattr(self, inode: int, ctx: pyfuse3.RequestContext) -> pyfuse3.EntryAttributes:
+        """As stat(2)."""
+        return self._entry(await self._fs.getattr(inode))
+
+    async def setattr(
+        self, inode: int, attr: pyfuse3.EntryAttributes, fields: pyfuse3.SetattrFields,
+        fh: int | None, ctx: pyfuse3.RequestContext,
+    ) -> pyfuse3.EntryAttributes:  # fmt: skip
+        """chmod, chown, truncate, utimens. pyfuse3 has put the time in for UTIME_NOW."""
+        changes = AttributeChanges(
+            mode=stat.S_IMODE(attr.st_mode) if fields.update_mode else None,
+            uid=attr.st_uid if fields.update_uid else None,
+            gid=attr.st_gid if fields.update_gid else None,
+            size=attr.st_size if fields.update_size else None,
+            atime_ns=attr.st_atime_ns if fields.update_atime else None,
+            mtime_ns=attr.st_mtime_ns if fields.update_mtime else None,
+        )
+        return self._entry(await self._fs.setattr(inode, changes))
+
+    async def statfs(self, ctx: pyfuse3.RequestContext) -> pyfuse3.StatvfsData:
+        """Space of the stores. Inodes are not limited: 0, as file systems without a table say."""
+        usage = await self._fs.statfs()
+        data = pyfuse3.StatvfsData()
+        data.f_bsize = data.f_frsize = ALIGNMENT_BYTES
+        data.f_blocks = usage.total_bytes // ALIGNMENT_BYTES
+        data.f_bfree = data.f_bavail = usage.free_bytes // ALIGNMENT_BYTES
+        data.f_namemax = MAX_NAME_BYTES
+        return data
+
+    # --- files --------------------------------------------------------------------------------
+
+    async def create(
+        self, parent_inode: int, name: bytes, mode: int, flags: int, ctx: pyfuse3.RequestContext
+    ) -> tuple[pyfuse3.FileInfo, pyfuse3.EntryAttributes]:
+        """A new file, open."""
+        try:
+            attributes, handle = await self._fs.create(
+                parent_inode, name, mode & ~ctx.umask, _owner(ctx), flags
+            )
+        except Exists as error:
+            if flags & os.O_EXCL:
+                raise
+            # Another client was faster. ESTALE makes the kernel look again and open what is there.
+            raise StaleHandle(str(error)) from error
+        direct = _bypasses_page_cache(flags)
+        info = pyfuse3.FileInfo(fh=handle, direct_io=direct, keep_cache=False)
+        return info, self._entry(attributes)
+
+    async def open(self, inode: int, flags: int, ctx: pyfuse3.RequestContext) -> pyfuse3.FileInfo:
+        """A handle to an existing file."""
+        attributes = await self._fs.getattr(inode)
+        handle = await self._fs.open(inode, flags)
+        unchanged = self._versions.note_open(attributes)
+        if not unchanged:
+            # ENOENT: the kernel has nothing of this inode to forget.
+            with suppress(FileNotFoundError):
+                pyfuse3.invalidate_inode(inode, attr_only=True)
+        direct = _bypasses_page_cache(flags)
+        return pyfuse3.FileInfo(fh=handle, direct_io=direct, keep_cache=unchanged)
+
+    async def read(self, fh: int, off: int, size: int) -> bytes | bytearray | memoryview:
+        """Bytes of the file. pyfuse3 copies them out before anything else runs."""
+        return await self._fs.read(fh, off, size)
+
+    async def write(self, fh: int, off: int, buf: bytes) -> int:
+        """Write all of `buf`."""
+        return await self._fs.write(fh, off, buf)
+
+    async def flush(self, fh: int) -> None:
+        """A descriptor was closed; its close(2) gets the answer."""
+        await self._fs.flush(fh)
+
+    async def fsync(self, fh: int, datasync: bool) -> None:
+        """As fsync(2) and fdatasync(2)."""
+        await self._fs.fsync(fh, data_only=datasync)
+
+    async def release(self, fh: int) -> None:
+        """The last descriptor is gone. Nobody gets the answer; the log has it."""
+        await self._fs.release(fh)
+
+    # --- directories --------------------------------------------------------------------------
+
+    async def opendir(self, inode: int, ctx: pyfuse3.RequestContext) -> int:
+        """A handle to a directory."""
+        handle = await self._fs.opendir(inode)
+        self._directories[handle] = inode
+        return handle
+
+    async def readdir(self, fh: int, start_id: int, token: pyfuse3.ReaddirToken) -> None:
+        """Entries with attributes until the reply is full.
+
+        Pages are fetched per request and never kept: the kernel takes over the attributes, and
+        older ones than its own would hide what was written in the meantime.
+        """
+        for cookie, name in _DOTS:
+            if start_id < cookie:
+                attributes = await self._fs.lookup(self._directories[fh], name)
+                if not pyfuse3.readdir_reply(token, name, self._entry(attributes), cookie):
+                    return
+        position, limit = max(start_id, _DOTS[-1][0]), READDIR_FIRST_PAGE
+        while page := await self._fs.readdir(fh, position, limit):
+            for cookie, name, attributes in page:
+                if not pyfuse3.readdir_reply(token, name, self._entry(attributes), cookie):
+                    return
+            position, limit = page[-1].cookie, min(2 * limit, SCAN_PAGE_ROWS)
+
+    async def fsyncdir(self, fh: int, datasync: bool) -> None:
+        """Every acknowledged change of names survives power loss."""
+        await self._fs.fsyncdir(fh)
+
+    async def releasedir(self, fh: int) -> None:
+        """The directory was closed."""
+        self._directories.pop(fh, None)
+        await self._fs.releasedir(fh)
+
+
+def _owner(ctx: pyfuse3.RequestContext) -> Owner:
+    return Owner(ctx.uid, ctx.gid)
+
+
+def _rename_flag(flags: int) -> RenameFlag:
+    if flags not in (RenameFlag.NONE, RenameFlag.NOREPLACE, RenameFlag.EXCHANGE):
+        raise InvalidArgument(f"rename flags {flags:#x} are not supported")
+    return RenameFlag(flags)
+
+
+def _bypasses_page_cache(flags: int) -> bool:
+    return flags & os.O_ACCMODE == os.O_WRONLY or bool(flags & os.O_APPEND)

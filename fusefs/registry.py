@@ -1,0 +1,188 @@
+"""One file per mount that tells who serves it, locked by the daemon for as long as it lives.
+
+The lock is the truth about life: the kernel drops it when the process ends, however it ends, and
+nobody can mistake another process with the same id for the daemon. The daemon writes how it ended
+into the file before it goes; whoever holds the file open and finds no such word knows that the
+daemon died without flushing.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import stat
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Final
+
+from tectonic_client.errors import MountError
+
+CLEAN: Final = "clean"
+
+
+@dataclass(frozen=True, slots=True)
+class DaemonState:
+    """What a mount's file says. `outcome`: None while it runs, CLEAN, or an error."""
+
+    pid: int
+    directory: str
+    volume: str
+    log_file: str | None = None
+    outcome: str | None = None
+
+
+def _candidates(user_id: int) -> list[str]:
+    """Directories that may hold the files of a user's mounts, the preferred one first.
+
+    The environment is not asked: `umount` may run with another one than `mount` did.
+    """
+    preferred = "/run" if user_id == 0 else f"/run/user/{user_id}"
+    return [f"{preferred}/tectonicfs", f"/tmp/tectonicfs-{user_id}"]
+
+
+def _own_directory() -> str:
+    user_id = os.getuid()
+    for path in _candidates(user_id):
+        try:
+            os.makedirs(path, mode=0o700, exist_ok=True)
+            found = os.lstat(path)
+        except OSError:
+            continue
+        if stat.S_ISDIR(found.st_mode) and found.st_uid == user_id and os.access(path, os.W_OK):
+            return path
+    raise MountError(f"no directory for the mount's state: cannot write {_candidates(user_id)}")
+
+
+def _file_name(directory: str) -> str:
+    return hashlib.sha256(os.fsencode(directory)).hexdigest()[:32] + ".json"
+
+
+# --- the daemon's side ------------------------------------------------------------------------
+
+
+class Claim:
+    """The daemon's own file, locked."""
+
+    def __init__(self, descriptor: int, path: str, state: DaemonState) -> None:
+        self._descriptor = descriptor
+        self._path = path
+        self._state = state
+        self._write(None)
+
+    def _write(self, outcome: str | None) -> None:
+        state = self._state
+        fields = {
+            "pid": state.pid, "directory": state.directory, "volume": state.volume,
+            "log_file": state.log_file, "outcome": outcome,
+        }  # fmt: skip
+        os.ftruncate(self._descriptor, 0)
+        os.pwrite(self._descriptor, json.dumps(fields).encode(), 0)
+
+    def finish(self, outcome: str) -> None:
+        """Say how the daemon ended. The lock stays until the process is gone."""
+        self._write(outcome)
+        os.unlink(self._path)
+
+
+def claim(directory: str, volume: str, log_file: str | None) -> Claim:
+    """Become the daemon of `directory`. Raises MountError when another one lives."""
+    path = os.path.join(_own_directory(), _file_name(directory))
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        if not _try_lock(descriptor):
+            other = _read(descriptor)
+            os.close(descriptor)
+            raise MountError(
+                f"the daemon of an earlier mount of {directory} (pid {other.pid}) still runs:"
+                " it ends when its last file is closed and everything is flushed"
+            )
+        if _is_current(descriptor, path):
+            return Claim(descriptor, path, DaemonState(os.getpid(), directory, volume, log_file))
+        # Its last owner removed the file between our opening and locking it.
+        os.close(descriptor)
+
+
+def _try_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is_current(descriptor: int, path: str) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _read(descriptor: int) -> DaemonState:
+    data = os.pread(descriptor, 65_536, 0)
+    try:
+        return DaemonState(**json.loads(data))
+    except (ValueError, TypeError) as error:
+        # Locked before it is written: the daemon is just starting.
+        raise MountError("the mount is just starting or ending: try again") from error
+
+
+# --- everybody else's side --------------------------------------------------------------------
+
+
+class Daemon:
+    """A daemon that was alive when it was found."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self.state = _read(descriptor)
+
+    def wait(self, timeout_s: float, on_second: Callable[[float], None]) -> str | None:
+        """Wait until the process is gone; how it ended, None for not by its own will.
+
+        Calls `on_second` with the seconds waited so far. Raises MountError at the timeout.
+        """
+        # Taking the lock blocks without a timeout of its own; the thread goes with the process.
+        waiter = threading.Thread(
+            target=fcntl.flock, args=(self._descriptor, fcntl.LOCK_EX), daemon=True
+        )
+        waiter.start()
+        waited_s = 0.0
+        while waited_s < timeout_s:
+            step_s = min(1.0, timeout_s - waited_s)
+            waiter.join(step_s)
+            if not waiter.is_alive():
+                return _read(self._descriptor).outcome
+            waited_s += step_s
+            if waited_s < timeout_s:
+                on_second(waited_s)
+        raise MountError(
+            f"the daemon (pid {self.state.pid}) is still flushing after {timeout_s:.0f} s:"
+            " wait for it to end, or look at its log"
+        )
+
+
+@contextmanager
+def living_daemon(directory: str, user_id: int) -> Iterator[Daemon | None]:
+    """The daemon of a mount that `user_id` made, None when there is none alive.
+
+    The file of one that was killed is removed.
+    """
+    for folder in _candidates(user_id):
+        path = os.path.join(folder, _file_name(directory))
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError:
+            continue
+        try:
+            if not _try_lock(descriptor):
+                yield Daemon(descriptor)
+                return
+            if _is_current(descriptor, path):
+                os.unlink(path)
+        finally:
+            os.close(descriptor)
+    yield None

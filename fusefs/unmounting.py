@@ -1,0 +1,73 @@
+"""`umount`: detach a mount, and wait until its daemon has flushed everything and is gone."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+
+from fusefs import registry
+from fusefs.mounttable import FSTYPE, Mount, detach, find_mount, mount_point
+from fusefs.registry import Daemon
+from tectonic_client.errors import MountError
+from tectonic_client.limits import UMOUNT_WAIT_S
+
+
+def unmount(
+    directory: str, *, lazy: bool = False, force: bool = False, timeout_s: float = UMOUNT_WAIT_S,
+    on_second: Callable[[float], None] = lambda waited_s: None,
+) -> str:  # fmt: skip
+    """Unmount; returns one line about what was done, after the daemon has ended.
+
+    `lazy` detaches the directory at once and does not wait for programs that still use it. `force`
+    tells the daemon to end although programs use it; they get errors, what they wrote is flushed.
+    Mounts whose daemon has died are cleaned up. `on_second` is called while waiting.
+
+    Raises MountError: no mount, busy (naming by whom), not permitted, the flush failed, the daemon
+    died, or it still runs after `timeout_s`.
+    """
+    place = mount_point(directory)
+    found = find_mount(place)
+    if found is not None and found.fstype != FSTYPE:
+        raise MountError(f"{place} is a mount of type {found.fstype}, not of tectonicfs")
+    user_id = os.getuid() if found is None else found.user_id
+    if os.geteuid() not in (0, user_id):
+        raise MountError(f"{place} was mounted by user {user_id}: only they or root may unmount it")
+    with registry.living_daemon(place, user_id) as daemon:
+        if daemon is None:
+            return _clean_up(place, found)
+        if found is not None:
+            _detach_living(place, daemon, lazy=lazy, force=force)
+        if lazy:
+            return f"{place} is detached; its daemon flushes and ends when its last file is closed"
+        return _await_end(place, daemon, timeout_s, on_second)
+
+
+def _clean_up(place: str, found: Mount | None) -> str:
+    if found is None:
+        raise MountError(f"{place} is not mounted")
+    detach(place, lazy=True)
+    return f"{place} is unmounted; its daemon was gone already, without flushing"
+
+
+def _detach_living(place: str, daemon: Daemon, *, lazy: bool, force: bool) -> None:
+    if force:
+        # It detaches the directory itself, in use or not, and then flushes.
+        os.kill(daemon.state.pid, signal.SIGTERM)
+    else:
+        detach(place, lazy=lazy)
+
+
+def _await_end(
+    place: str, daemon: Daemon, timeout_s: float, on_second: Callable[[float], None]
+) -> str:
+    outcome = daemon.wait(timeout_s, on_second)
+    if outcome == registry.CLEAN:
+        return f"{place} is unmounted and everything is flushed"
+    log = f"; see {daemon.state.log_file}" if daemon.state.log_file else ""
+    if outcome is None:
+        raise MountError(
+            f"{place} is unmounted, but its daemon (pid {daemon.state.pid}) died before it had"
+            f" flushed: writes that were not followed by fsync or close may be lost{log}"
+        )
+    raise MountError(f"{place} is unmounted, but its daemon ended with an error: {outcome}{log}")

@@ -1,0 +1,41 @@
+"""Fixtures of the mount tests."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.fusefs.mounts import format_volume, mounted, tectonicfs
+
+
+@pytest.fixture(scope="session")
+def fuse() -> None:
+    """Skips where the kernel gives no FUSE; everything else that is missing is a failure."""
+    if not os.access("/dev/fuse", os.R_OK | os.W_OK):
+        pytest.skip("this machine has no usable /dev/fuse")
+
+
+@pytest.fixture
+def volume(tmp_path: Path) -> str:
+    """Metadata URL of a new volume."""
+    return format_volume(tmp_path)
+
+
+@pytest.fixture(scope="session")
+def shared_mount(fuse: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """One mounted volume for all tests that only use it; it must unmount cleanly at the end."""
+    base = tmp_path_factory.mktemp("shared")
+    with mounted(format_volume(base), base / "mnt") as mount:
+        yield mount.path
+        tectonicfs("umount", mount.path)
+
+
+@pytest.fixture
+def here(shared_mount: Path, request: pytest.FixtureRequest) -> Path:
+    """A directory of its own in the shared mount."""
+    path = shared_mount / request.node.name.replace("/", "_")[:200]
+    path.mkdir()
+    return path
