@@ -1,7 +1,119 @@
-"""Fixtures that tests of several areas use."""
+"""Fixtures and rules for all tests: seeds, what may be skipped, and that nothing stays behind."""
 
 from __future__ import annotations
 
+import os
+import random
+import tempfile
+from collections.abc import Generator, Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+from tests.leftovers import Leftovers
 from tests.postgres import postgres_server
 
 __all__ = ["postgres_server"]
+
+_SEED = int(os.environ.get("TECTONICFS_SEED") or random.SystemRandom().randrange(2**32))
+
+# The same examples on each run, so that a change is judged by what it changes; `stress` explores.
+settings.register_profile("ci", deadline=None, derandomize=True, database=None, max_examples=50)
+settings.register_profile("stress", deadline=None, max_examples=500, print_blob=True)
+settings.load_profile("ci")
+
+_leftovers = pytest.StashKey[Leftovers]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Start the watch before the first fixture starts anything."""
+    config.stash[_leftovers] = Leftovers()
+
+
+def pytest_report_header() -> str:
+    """The line to repeat a run by."""
+    return f"seed: {_SEED} (TECTONICFS_SEED={_SEED} repeats it)"
+
+
+# --- markers ----------------------------------------------------------------------------------
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests are marked by the server they use; those that mount are skipped without FUSE."""
+    no_fuse = _why_no_fuse()
+    for item in items:
+        if "postgres_server" in getattr(item, "fixturenames", ()):
+            item.add_marker("postgres")
+        if no_fuse is not None and item.get_closest_marker("fuse"):
+            item.add_marker(pytest.mark.skip(reason=no_fuse))
+
+
+def _why_no_fuse() -> str | None:
+    """Only what the machine refuses is a reason; whatever could be installed is not."""
+    try:
+        os.close(os.open("/dev/fuse", os.O_RDWR))
+    except OSError as error:
+        return f"/dev/fuse cannot be opened here: {error.strerror}"
+    return None
+
+
+# --- nothing stays behind ---------------------------------------------------------------------
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Remember after which test a process or mount was first seen."""
+    outcome = yield
+    item.config.stash[_leftovers].note(item.nodeid)
+    return outcome
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """After the last fixture is torn down no process and no mount of ours may be left."""
+    remaining = session.config.stash[_leftovers].clear()
+    if remaining:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+        assert reporter is not None
+        for line in remaining:
+            reporter.write_line(f"left behind: {line}", red=True)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _watched(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> None:
+    request.config.stash[_leftovers].directories.append(tmp_path_factory.getbasetemp())
+
+
+# --- fixtures ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def rng(request: pytest.FixtureRequest) -> random.Random:
+    """Random numbers of this test's own, from the seed that the header shows."""
+    return random.Random(f"{_SEED}:{request.node.nodeid}")
+
+
+@pytest.fixture
+def disk_path(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """A directory that takes O_DIRECT: tmp_path or, if that is in memory, one in the checkout."""
+    if _takes_direct_io(tmp_path):
+        yield tmp_path
+        return
+    checkout = Path(__file__).parents[1]
+    with tempfile.TemporaryDirectory(prefix="build-", dir=checkout) as directory:
+        request.config.stash[_leftovers].directories.append(Path(directory))
+        yield Path(directory)
+
+
+def _takes_direct_io(directory: Path) -> bool:
+    probe = directory / "probe"
+    try:
+        os.close(os.open(probe, os.O_RDWR | os.O_CREAT | os.O_DIRECT))
+    except OSError:
+        return False
+    finally:
+        probe.unlink(missing_ok=True)
+    return True

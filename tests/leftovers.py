@@ -1,0 +1,116 @@
+"""Finds processes and mounts that tests left behind, however they detached themselves.
+
+Processes are known by a word in their environment, which daemons inherit too, or as children of
+the test run; mounts by lying below a directory of the test run.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import select
+import signal
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+_VARIABLE = "TECTONICFS_TEST_RUN"
+
+_PATIENCE_S = 10.0
+"""A daemon gives up its locks, which its owner waits for, shortly before it is gone."""
+
+_OF_PYTHON = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
+"""Helpers that multiprocessing keeps until the interpreter ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Process:
+    pid: int
+    started: str
+    command: str
+
+
+class Leftovers:
+    """Watch over one test run."""
+
+    def __init__(self) -> None:
+        self._token = secrets.token_hex(8)
+        os.environ[_VARIABLE] = self._token
+        self._known_pids = _all_pids()
+        self.directories: list[Path] = []
+        """Where tests mount."""
+        self._processes: dict[_Process, str] = {}
+        self._mounts: dict[Path, str] = {}
+
+    def note(self, test: str) -> None:
+        """Remember that what is new was first seen after `test`."""
+        pids = _all_pids()
+        for pid in pids - self._known_pids:
+            process = self._inspect(pid)
+            if process is not None:
+                self._processes[process] = test
+        self._known_pids = pids
+        for directory in _fuse_mounts():
+            if any(directory.is_relative_to(base) for base in self.directories):
+                self._mounts.setdefault(directory, test)
+
+    def clear(self) -> list[str]:
+        """Describe and remove what is left at the end."""
+        self.note("the last test")
+        lines = []
+        for process, test in self._processes.items():
+            if not _ends(process):
+                lines.append(f"process {process.pid} ({process.command}), started in {test}")
+                os.kill(process.pid, signal.SIGKILL)
+        for directory in _fuse_mounts() & self._mounts.keys():
+            lines.append(f"mount {directory}, made in {self._mounts[directory]}")
+            subprocess.run(["umount", "--lazy", directory], check=False, timeout=_PATIENCE_S)
+        return lines
+
+    def _inspect(self, pid: int) -> _Process | None:
+        """The process, if it is ours."""
+        found = Path(f"/proc/{pid}")
+        try:
+            environment = (found / "environ").read_bytes().split(b"\0")
+            # The command's name, in parentheses, may itself hold spaces and parentheses.
+            fields = (found / "stat").read_text().rpartition(")")[2].split()
+            command = (found / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            return None  # Gone, or of another user.
+        ours = f"{_VARIABLE}={self._token}".encode() in environment or int(fields[1]) == os.getpid()
+        if not ours or any(name in command for name in _OF_PYTHON):
+            return None
+        return _Process(pid, fields[19], command.strip())
+
+
+def _all_pids() -> set[int]:
+    return {int(name) for name in os.listdir("/proc") if name.isdigit()}
+
+
+def _ends(process: _Process) -> bool:
+    """Whether the process is gone, or goes soon."""
+    try:
+        descriptor = os.pidfd_open(process.pid)
+    except ProcessLookupError:
+        return True
+    try:
+        fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+        if fields[19] != process.started:
+            return True
+        poll = select.poll()
+        poll.register(descriptor, select.POLLIN)
+        return bool(poll.poll(_PATIENCE_S * 1000))
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+
+
+def _fuse_mounts() -> set[Path]:
+    """Mount points of user-space file systems (proc(5), mountinfo)."""
+    found = set()
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        before, _, after = line.partition(" - ")
+        if after.startswith("fuse"):
+            found.add(Path(before.split()[4].encode().decode("unicode_escape")))
+    return found
