@@ -25,9 +25,21 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """The command behind a name."""
         for point in entry_points(group="tectonicfs.commands", name=cmd_name):
-            command: click.Command = point.load()
+            try:
+                command: click.Command = point.load()
+            except ImportError as error:
+                return _unavailable(cmd_name, error)
             return command
         return None
+
+
+def _unavailable(name: str, error: ImportError) -> click.Command:
+    """Stands for a command whose package is not complete, so that the others still work."""
+
+    def explain() -> None:
+        raise click.ClickException(f"{name} is not available: {error}")
+
+    return click.Command(name, callback=explain, help=f"Not available: {error}")
 
 
 @click.command(
@@ -63,3 +75,7 @@ def main() -> None:
     except TectonicError as error:
         click.echo(f"tectonicfs: {error}", err=True)
         sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
