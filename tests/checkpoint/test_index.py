@@ -49,7 +49,8 @@ def test_golden_file() -> None:
     assert encode_index(sample({"loss": 2.5})) == (
         b'{\n "format": "tectonicfs.checkpoint",\n "version": 1,\n "step": 100,\n'
         b' "world_size": 2,\n "run_id": "gpt/\\u00fc",\n'
-        b' "committed_at": "2023-11-14T22:13:20.123456+00:00",\n "total_bytes": 300,\n "metadata": {"loss": 2.5},\n "ranks": [\n'
+        b' "committed_at": "2023-11-14T22:13:20.123456+00:00",\n'
+        b' "total_bytes": 300,\n "metadata": {"loss": 2.5},\n "ranks": [\n'
         b'  {"rank": 0, "file": "rank-00000-of-00002.safetensors", "bytes": 100,'
         b' "stage_s": 0.001, "write_s": 2.5, "arrive_s": 0.0},\n'
         b'  {"rank": 1, "file": "rank-00001-of-00002.safetensors", "bytes": 200,'
