@@ -270,5 +270,6 @@ MAX_REMEMBERED_OPENS: Final = 16_384
 MOUNT_READY_S: Final = 60.0
 """A new mount that has not answered a stat by then is given up."""
 
-UMOUNT_WAIT_S: Final = 180.0
-"""How long umount waits for the daemon: longer than SHUTDOWN_DEADLINE_S."""
+UMOUNT_WAIT_S: Final = 240.0
+"""How long umount waits for the daemon: longer than STORE_DEADLINE_S for the requests in flight
+and SHUTDOWN_DEADLINE_S for the flush together."""

@@ -4,7 +4,7 @@ It serves two purposes that a real volume cannot: the speed of the door alone (w
 away), and handlers that fail in ways that no real one should (see `FAULTS`). Only what those tests
 need is there; POSIX is compared on a real volume.
 
-    python -m tests.fusefs.memoryfs DIRECTORY [fsname]     serves until unmounted or a signal
+    python -m tests.fusefs.memoryfs DIRECTORY FSNAME [OPTIONS]   serves until unmounted or SIGTERM
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 import trio
 
 from fusefs.allocator import keep_freed_memory
-from fusefs.options import MountOptions
+from fusefs.options import parse_options
 from fusefs.session import serve
 from tectonic_client import errors
 from tectonic_client.limits import MiB
@@ -34,7 +34,7 @@ from tectonic_client.types import (
     RenameFlag,
 )
 
-_ZEROS = bytes(MiB)
+_FILLS = [bytes([number]) * MiB for number in range(8)]
 
 FIRST_COOKIE = 4
 
@@ -63,12 +63,15 @@ FAULTS: dict[bytes, Callable[[], None]] = {
 class _Node:
     attributes: Attributes
     entries: dict[bytes, int] = field(default_factory=dict)
+    opens: int = 0
 
 
 class MemoryFileSystem:
-    """Directories and names are real; file contents are zeros."""
+    """Directories and names are real. Every byte of a file is the number of its opens so far, so
+    that tests see what the kernel has cached."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, broken: bool) -> None:
+        self._broken = broken
         self._nodes = {ROOT_INODE: _Node(self._new(ROOT_INODE, stat.S_IFDIR | 0o755, Owner(0, 0)))}
         self._next_inode = ROOT_INODE + 1
 
@@ -99,6 +102,8 @@ class MemoryFileSystem:
 
     async def getattr(self, inode: int) -> Attributes:
         await trio.lowlevel.checkpoint()
+        if self._broken:
+            raise errors.CorruptRecord("the root's record fails its checksum")
         return self._node(inode).attributes
 
     async def setattr(self, inode: int, changes: AttributeChanges) -> Attributes:
@@ -106,6 +111,8 @@ class MemoryFileSystem:
         node = self._node(inode)
         if changes.size is not None:
             node.attributes = replace(node.attributes, size=changes.size)
+        if changes.mtime_ns is not None:
+            node.attributes = replace(node.attributes, mtime_ns=changes.mtime_ns)
         return node.attributes
 
     async def mknod(
@@ -144,11 +151,14 @@ class MemoryFileSystem:
         await trio.lowlevel.checkpoint()
         if flags & os.O_TRUNC:
             await self.setattr(inode, AttributeChanges(size=0))
+        self._node(inode).opens += 1
         return inode
 
     async def read(self, handle: int, offset: int, size: int) -> memoryview:
         await trio.lowlevel.checkpoint()
-        return memoryview(_ZEROS)[: max(0, min(size, self._node(handle).attributes.size - offset))]
+        node = self._node(handle)
+        length = max(0, min(size, node.attributes.size - offset))
+        return memoryview(_FILLS[node.opens % len(_FILLS)])[:length]
 
     async def write(self, handle: int, offset: int, data: bytes) -> int:
         await trio.lowlevel.checkpoint()
@@ -190,14 +200,15 @@ class MemoryFileSystem:
         return FileSystemUsage(100 * MiB, 60 * MiB, MiB)
 
 
-async def _main(directory: str, fsname: str) -> None:
+async def _main(directory: str, fsname: str, options: str = "") -> None:
+    filesystem = MemoryFileSystem(broken=fsname == "broken")
     with trio.open_signal_receiver(signal.SIGTERM) as signals:
         await serve(
-            MemoryFileSystem(), fsname, directory, MountOptions(),  # type: ignore[arg-type]
+            filesystem, fsname, directory, parse_options([options]),  # type: ignore[arg-type]
             signals=signals, on_ready=lambda: print("ready", flush=True),
         )  # fmt: skip
 
 
 if __name__ == "__main__":
     keep_freed_memory(32 * MiB)
-    trio.run(_main, sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else "memory")
+    trio.run(_main, *sys.argv[1:])

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -19,13 +20,15 @@ pytestmark = pytest.mark.fuse
 class _Server:
     """The in-memory file system, served by a process of its own."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, fsname: str, options: str = "") -> None:
         self.path = directory
         directory.mkdir()
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.fusefs.memoryfs", str(directory), "memory, with (signs)"],
+            [sys.executable, "-m", "tests.fusefs.memoryfs", str(directory), fsname, options],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
+
+    def wait_ready(self) -> None:
         assert self.process.stdout is not None
         assert self.process.stdout.readline() == "ready\n"
 
@@ -34,18 +37,28 @@ class _Server:
         self.process.terminate()
         return self.process.communicate(timeout=60)[1]
 
+    def clean_up(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+        if find_mount(str(self.path)):
+            subprocess.run(["umount", "--lazy", str(self.path)], check=True)
+
+
+@contextmanager
+def _served(directory: Path, fsname: str = "memory", options: str = "") -> Iterator[_Server]:
+    server = _Server(directory, fsname, options)
+    try:
+        yield server
+    finally:
+        server.clean_up()
+
 
 @pytest.fixture
 def server(fuse: None, tmp_path: Path) -> Iterator[_Server]:
     """A served in-memory file system."""
-    server = _Server(tmp_path / "mnt")
-    try:
+    with _served(tmp_path / "mnt") as server:
+        server.wait_ready()
         yield server
-    finally:
-        server.process.kill()
-        server.process.communicate()
-        if find_mount(str(server.path)):
-            subprocess.run(["umount", "--lazy", str(server.path)], check=True)
 
 
 @pytest.mark.parametrize(
@@ -79,8 +92,46 @@ def test_creating_a_file_that_another_client_just_made_opens_it(server: _Server)
     assert sorted(os.listdir(server.path)) == ["race1", "race2"]
 
 
-def test_the_mount_table_shows_type_and_name(server: _Server) -> None:
+def test_an_unchanged_file_keeps_its_pages_and_a_changed_one_does_not(server: _Server) -> None:
+    """Reading again after reopening comes from the page cache until the file changes."""
+    path = server.path / "f"
+    path.write_bytes(b"x" * 10)
+    assert path.read_bytes() == b"\x01" * 10
+    assert path.read_bytes() == b"\x01" * 10
+    os.close(os.open(path, os.O_WRONLY))
+    assert path.read_bytes() == b"\x01" * 10
+    os.utime(path, ns=(1, 1))
+    assert path.read_bytes() == b"\x05" * 10
+
+
+def test_missing_names_are_not_remembered_unless_asked_for(server: _Server, tmp_path: Path) -> None:
+    """By default a file that another client makes is found at once; negative_timeout trades that
+    for fewer look-ups."""
+    # The memory file system makes "race..." itself right after it answered that there is none.
+    assert not (server.path / "race").exists()
+    assert (server.path / "race").exists()
+    with _served(tmp_path / "other", options="negative_timeout=1000") as other:
+        other.wait_ready()
+        assert not (other.path / "race").exists()
+        assert not (other.path / "race").exists()
+
+
+@pytest.mark.usefixtures("fuse")
+def test_a_mount_whose_root_cannot_be_read_is_given_up(tmp_path: Path) -> None:
+    """A mount counts as ready only after a real stat: one that fails is an error and no mount."""
+    with _served(tmp_path / "mnt", "broken") as server:
+        output, log = server.process.communicate(timeout=60)
+        assert server.process.returncode != 0
+        assert output == ""
+        assert "was mounted but its root cannot be read: Input/output error" in log
+        assert find_mount(str(server.path)) is None
+
+
+@pytest.mark.usefixtures("fuse")
+def test_the_mount_table_shows_type_and_name(tmp_path: Path) -> None:
     """fstype is fuse.tectonicfs; the source is the volume's name without what libfuse minds."""
-    mount = find_mount(str(server.path))
-    assert mount is not None
-    assert (mount.fstype, mount.source) == ("fuse.tectonicfs", "memory__with__signs_")
+    with _served(tmp_path / "mnt", "memory, with (signs)") as server:
+        server.wait_ready()
+        mount = find_mount(str(server.path))
+        assert mount is not None
+        assert (mount.fstype, mount.source) == ("fuse.tectonicfs", "memory__with__signs_")
