@@ -42,6 +42,8 @@ class AsyncKV:
 
     def __init__(self, kv: KV, *, deadline_s: float = METADATA_DEADLINE_S) -> None:
         self._kv = kv
+        # Looked up once: isinstance() of a protocol costs as much as a read.
+        self._queue = kv if isinstance(kv, SubmittingKV) else None
         self._deadline_s = deadline_s
         # Apart from each other, so that writers that wait for a lock leave room to read.
         self._read_threads = trio.CapacityLimiter(METADATA_READ_THREADS)
@@ -61,11 +63,11 @@ class AsyncKV:
 
     async def transact(self, fn: Callable[[Transaction], T], *, durable: bool = False) -> T:
         """As `KV.transact`. A cancelled call either did nothing or returns the outcome."""
-        if not isinstance(self._kv, SubmittingKV):
+        if self._queue is None:
             call = partial(self._kv.transact, fn, durable=durable)
             return await trio.to_thread.run_sync(call, limiter=self._write_threads)
         await trio.lowlevel.checkpoint_if_cancelled()
-        future = self._kv.submit(fn, durable=durable)
+        future = self._queue.submit(fn, durable=durable)
         with trio.CancelScope(shield=True):
             await self._settle(future)
         return future.result()

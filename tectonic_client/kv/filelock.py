@@ -5,7 +5,9 @@ up to 100 ms, and one process that writes all the time starves the others for se
 decides whose turn it is; it protects nothing by itself. The kernel wakes its waiters at once.
 
 Whoever wants the lock first takes byte 0 (the gate), then byte 1 (the lock), then leaves the gate.
-One waiter thus stands in the gate, and the holder, once it has let go, cannot overtake it.
+The kernel wakes waiters but hands nothing over, so without the gate a holder that lets go and asks
+again would mostly win. With it, a waiter has the whole time that the lock is held to wake up and
+step into the gate, and from there cannot be overtaken.
 
 The locks belong to the open file description (F_OFD_SETLKW, fcntl(2)): they also work between two
 instances in one process, and the kernel drops them when the process dies. A forked child would

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import errno
 import os
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from typing import Final, TypeVar, cast
@@ -82,11 +83,12 @@ def create_database(path: str) -> None:
     """Create an empty database at `path` unless there is a file already; durable on return.
 
     It is built under another name and linked into place, so neither a crash nor a concurrent
-    creator leaves a half-made database. Raises NoSpace, ReadOnly, VolumeNotFound (no directory).
+    creator leaves a half-made database; a crash may leave `path.*.new` behind. Raises NoSpace,
+    ReadOnly, VolumeNotFound (no directory).
     """
     if os.path.exists(path):
         return
-    unfinished = f"{path}.{os.getpid()}.new"
+    unfinished = f"{path}.{secrets.token_hex(4)}.new"
     try:
         _build(unfinished)
         _link(unfinished, path)

@@ -267,8 +267,9 @@ class SqliteWriter:
     def _checkpoint(self) -> None:
         """Move the WAL's pages into the database now and then, between commits.
 
-        Other processes may commit meanwhile. As they then append more, the WAL never starts over
-        under steady load; once it is long, they wait for their turn until its end is reached.
+        The other processes wait meanwhile (tens of milliseconds). If they went on appending, the
+        end of the WAL would never be reached under steady load, and it would grow for ever. A
+        long read somewhere lets the checkpoint stop short; it is then tried again later.
         """
         if self._wal_pages < self._checkpointed_pages:  # the WAL has started over
             self._checkpointed_pages = 0
@@ -276,13 +277,11 @@ class SqliteWriter:
             return
         self._checkpointed_pages = self._wal_pages
         try:
-            if self._wal_pages < 4 * SQLITE_WAL_PAGES:
-                self._connection.wal_checkpoint(mode=apsw.SQLITE_CHECKPOINT_PASSIVE)
-                return
             with self._turn:
-                self._connection.wal_checkpoint(mode=apsw.SQLITE_CHECKPOINT_PASSIVE)
-        except apsw.BusyError:
-            _log.debug("%s: another process is checkpointing", self._path)
+                self._move_pages()
         except (apsw.Error, OSError) as error:
             # Nothing is lost, the WAL only grows; the next attempt comes with more pages.
             _log.warning("%s: checkpoint failed: %s", self._path, error)
+
+    def _move_pages(self) -> None:
+        self._connection.wal_checkpoint(mode=apsw.SQLITE_CHECKPOINT_PASSIVE)

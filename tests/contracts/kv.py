@@ -50,12 +50,12 @@ class Closing:
             kv.close()
 
 
-def put_all(kv: KV, pairs: dict[bytes, bytes]) -> None:
+def put_all(kv: KV, pairs: dict[bytes, bytes], *, durable: bool = False) -> None:
     def put(transaction: Transaction) -> None:
         for key, value in pairs.items():
             transaction.put(key, value)
 
-    kv.transact(put)
+    kv.transact(put, durable=durable)
 
 
 def get(kv: KV, key: bytes) -> bytes | None:

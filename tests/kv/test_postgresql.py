@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -16,6 +17,7 @@ from tectonic_client.errors import (
     TransactionConflict,
     TransientError,
     UnknownOutcome,
+    UsedAfterFork,
     VolumeNotFound,
 )
 from tectonic_client.kv.open import open_kv
@@ -150,7 +152,7 @@ def test_concurrent_creation(postgres_server: PostgresServer) -> None:
 
 def test_conflict_until_the_deadline(url: str) -> None:
     """A transaction that loses every time ends as TransactionConflict and leaves no trace."""
-    victim = PostgresKV(url, create=False, deadline_s=0.5)
+    victim = PostgresKV(url, create=False, deadline_s=1)
     other = PostgresKV(url, create=False)
 
     def lose(transaction: Transaction) -> None:
@@ -282,7 +284,7 @@ def test_server_goes_away_and_comes_back(url: str, postgres_server: PostgresServ
 
 def test_server_stays_away(url: str, postgres_server: PostgresServer) -> None:
     """Without a server, reads and writes fail as MetadataUnavailable at the deadline."""
-    kv = PostgresKV(url, create=False, deadline_s=0.5)
+    kv = PostgresKV(url, create=False, deadline_s=2)
     postgres_server.stop()
     try:
         with pytest.raises(MetadataUnavailable):
@@ -320,3 +322,20 @@ def test_stalled_client_does_not_block_others(url: str) -> None:
     assert kv.transact(increment) == 1
     kv.close()
     stalled.close()
+
+
+def test_use_after_fork(url: str) -> None:
+    """A forked child, which would share the connections, is refused; the parent goes on."""
+    kv = PostgresKV(url, create=False)
+    kv.transact(increment)
+    child = os.fork()
+    if child == 0:
+        try:
+            get(kv, b"count")
+        except UsedAfterFork:
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert kv.transact(increment) == 2
+    kv.close()
