@@ -68,7 +68,7 @@ def _serve(
     on_ready: Callable[[], None],
 ) -> None:  # fmt: skip
     keep_freed_memory(int(options.memory_limit_bytes * FUSE_TASK_SHARE))
-    claim = registry.claim(directory, meta_url, log_file)
+    claim = registry.claim(directory, log_file)
     try:
         trio.run(_serve_volume, meta_url, directory, options, on_ready)
     except BaseException as error:

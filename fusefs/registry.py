@@ -30,7 +30,6 @@ class DaemonState:
 
     pid: int
     directory: str
-    volume: str
     log_file: str | None = None
     outcome: str | None = None
 
@@ -76,8 +75,8 @@ class Claim:
     def _write(self, outcome: str | None) -> None:
         state = self._state
         fields = {
-            "pid": state.pid, "directory": state.directory, "volume": state.volume,
-            "log_file": state.log_file, "outcome": outcome,
+            "pid": state.pid, "directory": state.directory, "log_file": state.log_file,
+            "outcome": outcome,
         }  # fmt: skip
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, json.dumps(fields).encode(), 0)
@@ -88,7 +87,7 @@ class Claim:
         os.unlink(self._path)
 
 
-def claim(directory: str, volume: str, log_file: str | None) -> Claim:
+def claim(directory: str, log_file: str | None) -> Claim:
     """Become the daemon of `directory`. Raises MountError when another one lives."""
     path = os.path.join(_own_directory(), _file_name(directory))
     while True:
@@ -101,7 +100,7 @@ def claim(directory: str, volume: str, log_file: str | None) -> Claim:
                 " it ends when its last file is closed and everything is flushed"
             )
         if _is_current(descriptor, path):
-            return Claim(descriptor, path, DaemonState(os.getpid(), directory, volume, log_file))
+            return Claim(descriptor, path, DaemonState(os.getpid(), directory, log_file))
         # Its last owner removed the file between our opening and locking it.
         os.close(descriptor)
 

@@ -177,7 +177,7 @@ def state_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def _hold(pipe: Connection, outcome: str | None) -> None:
-    claim = registry.claim("/mnt/x", "/meta.db", None)
+    claim = registry.claim("/mnt/x", None)
     pipe.send("claimed")
     pipe.recv()
     if outcome is not None:
@@ -194,7 +194,7 @@ def test_waiting_for_a_daemon_tells_how_it_ended(
     process.start()
     assert ours.recv() == "claimed"
     with pytest.raises(errors.MountError, match="still runs"):
-        registry.claim("/mnt/x", "/meta.db", None)
+        registry.claim("/mnt/x", None)
     with registry.living_daemon("/mnt/x", os.getuid()) as daemon:
         assert daemon is not None
         assert daemon.state.pid == process.pid
@@ -215,7 +215,7 @@ def test_a_claim_takes_over_the_file_of_a_killed_daemon(state_directory: Path) -
     assert ours.recv() == "claimed"
     os.kill(int(process.pid or 0), signal.SIGKILL)
     process.join()
-    registry.claim("/mnt/x", "/meta.db", None).finish(registry.CLEAN)
+    registry.claim("/mnt/x", None).finish(registry.CLEAN)
     assert list(state_directory.iterdir()) == []
 
 
