@@ -11,6 +11,7 @@ import logging
 import logging.handlers
 import os
 import signal
+import sys
 from collections.abc import Callable
 from typing import Final
 
@@ -22,7 +23,7 @@ from fusefs.checks import check
 from fusefs.errors import root_cause
 from fusefs.options import MountOptions
 from tectonic_client.errors import BadOption
-from tectonic_client.limits import FUSE_TASK_SHARE
+from tectonic_client.limits import FUSE_TASK_SHARE, THREAD_SWITCH_S
 from tectonic_client.volume import VolumeOptions, open_volume
 
 _log = logging.getLogger(__name__)
@@ -68,6 +69,9 @@ def _serve(
     on_ready: Callable[[], None],
 ) -> None:  # fmt: skip
     keep_freed_memory(int(options.memory_limit_bytes * FUSE_TASK_SHARE))
+    # The event loop holds the GIL most of the time; threads that end a transaction or a put get it
+    # within this time instead of the default 5 ms (measured: 5 times the metadata rate under load).
+    sys.setswitchinterval(THREAD_SWITCH_S)
     claim = registry.claim(directory, log_file)
     try:
         trio.run(_serve_volume, meta_url, directory, options, on_ready)

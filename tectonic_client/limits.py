@@ -34,6 +34,9 @@ DEFAULT_BLOCK_BYTES: Final = 64 * MiB
 MAX_CHUNKS_PER_BLOCK: Final = 1024
 """Bounds a block record; far above any sensible block size / chunk size."""
 
+LIST_WINDOW_CHUNKS: Final = 131_072
+"""Chunks of a flash store sorted at once by a listing: about 16 MiB of memory."""
+
 # --- memory -----------------------------------------------------------------------------------
 
 DEFAULT_MEMORY_LIMIT_BYTES: Final = 256 * MiB
@@ -194,6 +197,9 @@ CHECKPOINT_GIVE_UP_S: Final = 10.0
 CHECKPOINT_READ_GAP_BYTES: Final = 256 * KiB
 """Unwanted bytes between two wanted ranges that are read along rather than skipped."""
 
+CHECKPOINT_OUTCOME_GRACE_S: Final = 10.0
+"""How long after its deadline a save still asks what became of a transaction without an answer."""
+
 LIVENESS_INTERVAL_S: Final = 0.5
 """How often a waiting coordinator looks whether the missing ranks are alive."""
 
@@ -207,6 +213,9 @@ ATTEMPTS_SWEPT: Final = 16
 """Old attempts removed by each new one: more than one, so that they never pile up."""
 
 # --- time -------------------------------------------------------------------------------------
+
+THREAD_SWITCH_S: Final = 0.001
+"""How long a thread of a mount may hold the GIL while others want it."""
 
 METADATA_DEADLINE_S: Final = 30.0
 """A metadata transaction that got no answer by then fails."""

@@ -7,6 +7,7 @@ client. Errors are those of `tectonic_client.errors`; FileSystemError and its ki
 
 from __future__ import annotations
 
+import logging
 import os
 import stat
 import time
@@ -32,6 +33,8 @@ from tectonic_client.types import (
     Owner,
     RenameFlag,
 )
+
+_log = logging.getLogger(__name__)
 
 
 class FileSystem:
@@ -213,7 +216,7 @@ class FileSystem:
         """As close(2): everything written survives a crash of this process."""
         opened = self._handles.file(handle)
         if opened.writable and not self._is_orphan(opened):
-            await self._files.flush(opened.state)
+            await self._files.flush_handle(opened)
 
     async def fsync(self, handle: int, *, data_only: bool = False) -> None:
         """As fsync(2): everything written, and the file's name, survives power loss.
@@ -221,7 +224,7 @@ class FileSystem:
         `data_only` is accepted; the data cannot be durable without the metadata that names it.
         """
         opened = self._handles.file(handle)
-        await self._files.flush(opened.state, durable=True)
+        await self._files.flush_handle(opened, durable=True)
 
     async def release(self, handle: int) -> None:
         """Close a handle. Errors of the last flush are raised; the handle is gone in any case."""
@@ -299,8 +302,9 @@ class FileSystem:
         try:
             await self._files.flush(state)
         except TectonicError as error:
-            # Nobody waits for this flush: the next write, flush or fsync of the file says it.
-            state.failure = state.failure or error
+            # Nobody waits for this flush. Bytes that it lost are told to the file's handles; where
+            # the metadata engine failed they are kept, and tried again.
+            _log.warning("inode %d: %s", inode, error)
 
     async def exists(self, path: str | bytes) -> bool:
         """Whether an absolute path names something."""

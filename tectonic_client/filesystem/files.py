@@ -2,7 +2,7 @@
 
 Order of durability of a flush: chunks durable in their stores, then one metadata transaction that
 publishes blocks, extents, size and times, then the answer. A failed put loses the unflushed bytes
-of that inode and nothing else; the next write, flush or fsync says so once.
+of that inode and nothing else; writes of its handles fail until their flush or fsync has said so.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Files:
         except BaseException:
             self._leave(state)
             raise
-        return FileHandle(state, flags)
+        return FileHandle(state, flags, state.failures)
 
     async def _reload(self, state: OpenInode) -> None:
         """Take over published changes of other clients; unflushed bytes of this one stay."""
@@ -123,6 +123,10 @@ class Files:
                 raise IsDirectory(f"inode {state.inode} is a directory")
             if record.mode & 0o170000 != 0o100000:
                 raise InvalidArgument(f"inode {state.inode} is not a regular file")
+            if not record.nlink and state.users == 1:
+                # Only what a handle of this client keeps alive may be opened without a name:
+                # the caller found the inode by a name that is gone, and looks again.
+                raise StaleHandle(f"inode {state.inode} was removed")
             state.refresh(record, extents)
 
     async def close(self, handle: FileHandle, *, discard: bool = False) -> None:
@@ -134,7 +138,7 @@ class Files:
                     await state.log.abandon()
                     self._settle(state)
             elif state.users == 1:
-                await self.flush(state)
+                await self.flush_handle(handle)
         finally:
             self._leave(state)
 
@@ -154,7 +158,7 @@ class Files:
             raise BadHandle("the file is not open for writing")
         state = handle.state
         async with state.lock:
-            self._raise_failure(state)
+            handle.raise_failure(told=False)
             if handle.flags & os.O_APPEND:
                 offset = state.size
             if offset < 0 or offset + len(data) > MAX_FILE_BYTES:
@@ -168,7 +172,6 @@ class Files:
             placed = await state.log.append(data)
         except TectonicError as error:
             await self._lose(state, error)
-            self._raise_failure(state)
             raise
         for run in placed:
             state.pending.insert(Extent(offset, run.length, run.block_id, run.block_offset))
@@ -181,6 +184,7 @@ class Files:
     async def _lose(self, state: OpenInode, error: TectonicError) -> None:
         """Unflushed bytes cannot be stored: back to what is published."""
         state.failure = error
+        state.failures += 1
         await state.log.abandon()
         self._settle(state)
         if state.record is not None:
@@ -191,22 +195,22 @@ class Files:
         state.mtime_ns = None
         state.dirty_since = None
 
-    @staticmethod
-    def _raise_failure(state: OpenInode) -> None:
-        failure, state.failure = state.failure, None
-        if failure is not None:
-            raise failure
-
     # --- flushing -----------------------------------------------------------------------------
+
+    async def flush_handle(self, handle: FileHandle, *, durable: bool = False) -> None:
+        """As `flush`, and tell the handle's program what was lost since it was opened."""
+        try:
+            await self.flush(handle.state, durable=durable)
+        finally:
+            handle.raise_failure(told=True)
 
     async def flush(self, state: OpenInode, *, durable: bool = False) -> None:
         """Publish everything written so far; with `durable` it survives power loss (fsync).
 
-        Raises the error of a background put (once; those bytes are lost), and what the metadata
-        engine raises (the bytes are kept for another try).
+        Raises the error of a put (those bytes are lost), and what the metadata engine raises (the
+        bytes are kept for another try).
         """
         async with state.lock:
-            self._raise_failure(state)
             if state.dirty:
                 await self._publish(state, durable=durable)
             elif durable:
@@ -223,7 +227,6 @@ class Files:
             sealed = await state.log.seal()
         except TectonicError as error:
             await self._lose(state, error)
-            self._raise_failure(state)
             raise
         extents = list(state.pending)
         used = {extent.block_id for extent in extents}
@@ -257,7 +260,6 @@ class Files:
             await self._truncate_published(inode, size, now_ns)
             return
         async with state.lock:
-            self._raise_failure(state)
             if state.dirty:
                 await self._publish(state, durable=False)
             record = await self._truncate_published(inode, size, now_ns)

@@ -85,6 +85,7 @@ def lookup(tx: ReadTransaction, parent: int, name: bytes) -> Attributes:
         return read_attributes(tx, parent)
     if name == b"..":
         return read_attributes(tx, read_directory(tx, parent).parent)
+    check_name(name)
     return read_attributes(tx, _existing(tx, parent, name).inode)
 
 
@@ -278,7 +279,7 @@ def _check_rename(
     tx: ReadTransaction, old: Place, new: Place, source: DirentRecord,
     target: DirentRecord | None, flags: RenameFlag,
 ) -> None:  # fmt: skip
-    if flags & ~(RenameFlag.NOREPLACE | RenameFlag.EXCHANGE) or flags == 3:
+    if int(flags) not in (0, RenameFlag.NOREPLACE, RenameFlag.EXCHANGE):
         raise InvalidArgument(f"rename flags {int(flags)} are not supported")
     if flags & RenameFlag.NOREPLACE and target is not None:
         raise Exists(f"{new.name!r} exists in directory {new.parent}")

@@ -37,7 +37,9 @@ class OpenInode:
         """Time of the last write that is not published; None when nothing is."""
         self.dirty_since: float | None = None
         self.failure: TectonicError | None = None
-        """Why unflushed bytes were lost; told once to the next write, flush or fsync."""
+        """Why unflushed bytes were lost the last time."""
+        self.failures = 0
+        """How often that happened; each handle tells of it (see `FileHandle.raise_failure`)."""
 
     def refresh(self, record: InodeRecord, extents: list[Extent]) -> None:
         """Take over what the metadata says (no unflushed bytes may be pending)."""
@@ -77,8 +79,23 @@ class FileHandle:
 
     state: OpenInode
     flags: int
+    failures_told: int
     next_offset: int = 0
     streak_bytes: int = 0
+
+    def raise_failure(self, *, told: bool) -> None:
+        """Raise why bytes were lost since this handle was opened, until it has been told.
+
+        A failed write may be hidden from the program: the kernel cuts large writes, and where a
+        later part fails it reports a short write. So writes fail until a flush or fsync, whose
+        errors always arrive (`told`), has said why.
+        """
+        if self.failures_told == self.state.failures:
+            return
+        if told:
+            self.failures_told = self.state.failures
+        assert self.state.failure is not None
+        raise self.state.failure
 
     @property
     def readable(self) -> bool:

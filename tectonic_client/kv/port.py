@@ -70,8 +70,11 @@ class KV(Protocol):
     def transact(self, fn: Callable[[Transaction], T], *, durable: bool = False) -> T:
         """Run `fn` and commit; returns its result once committed.
 
-        A committed transaction survives a crash of any process. With `durable` it, and every
-        transaction that was acknowledged before it began, also survives power loss.
+        A committed transaction survives a crash of any client. With `durable` it, and every
+        transaction that was acknowledged before it began, also survives power loss (and, where the
+        engine is a server, the server's crash). Whoever acts outside the engine on what it read,
+        for example deletes a chunk, runs a durable transaction first: what it read may otherwise
+        be undone by a power loss that the act survives.
 
         Raises TransactionConflict (lost against others until the deadline), MetadataUnavailable
         (nothing happened), NoSpace (nothing happened), UnknownOutcome (the commit got no answer).

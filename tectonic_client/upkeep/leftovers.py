@@ -60,6 +60,7 @@ class Cleaner:
             garbage = await self._kv.read(partial(_unnamed, block_ids=page))
             doomed = [key for key in found if key.block_id in garbage]
             if doomed:
+                await self._kv.transact(lambda tx: None, durable=True)
                 _log.info("store %d: removing %d chunks of a dead session", store_id, len(doomed))
                 await self._delete(store_id, doomed)
 
@@ -129,6 +130,8 @@ class Cleaner:
         return due, len(dead) - len(due)
 
     async def _delete_blocks(self, due: list[tuple[int, DeadBlockRecord]]) -> None:
+        # Chunks must not go before it is certain that nothing can bring their blocks back.
+        await self._kv.transact(lambda tx: None, durable=True)
         by_store: dict[int, list[ChunkKey]] = {}
         for block_id, record in due:
             for index, store_id in enumerate(record.store_ids):

@@ -149,7 +149,6 @@ def test_two_mounts_of_a_volume_are_close_to_open(volume: str, tmp_path: Path) -
         tectonicfs("umount", two.path)
 
 
-@pytest.mark.xfail(reason="FileSystem.open accepts inodes without a name that it has not open")
 def test_a_file_replaced_elsewhere_is_opened_anew(volume: str, tmp_path: Path) -> None:
     """A rename over a file by one mount is seen by the next open of another that cached the name,
     also while the replaced file lives on because it is open."""

@@ -130,12 +130,12 @@ def test_a_volume_is_opened_only_with_its_own_stores(tmp_path: Path) -> None:
     with pytest.raises(StoreMismatch, match=str(store)):
         _open(url)
     store.mkdir()  # the mount point of a device that is not mounted
-    with pytest.raises(StoreMismatch, match="mounted"):
+    with pytest.raises(StoreMismatch, match=str(store)):
         _open(url)
     assert volume_status(url).stores[0].problem is not None
     store.rmdir()
     format_volume(str(tmp_path / "other.db"), _options(tmp_path))
-    with pytest.raises(StoreMismatch, match="belongs to volume"):
+    with pytest.raises(StoreMismatch, match="of volume"):
         _open(url)
     shutil.rmtree(store)
     (tmp_path / "away").rename(store)
