@@ -69,8 +69,10 @@ def test_stored_extents_follow_writes_and_cuts(
     batches: list[list[tuple[int, int]]], cuts: list[int]
 ) -> None:
     """overlay, punch and truncate keep stored extents equal to a byte array, and count releases."""
-    oracle, stored, used, released = Oracle(), {}, {}, {}
-    block = 0
+    oracle, block = Oracle(), 0
+    stored: dict[int, Extent] = {}
+    used: dict[int, int] = {}
+    released: dict[int, int] = {}
 
     def settle(plan: OverlayPlan) -> None:
         _apply(stored, plan)

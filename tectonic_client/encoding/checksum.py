@@ -26,7 +26,7 @@ def checksums(data: memoryview) -> bytes:
 def first_bad_unit(data: memoryview, expected: bytes) -> int | None:
     """Index of the first unit of `data` whose CRC32C is not the expected one, None if all are.
 
-    `expected` holds one little-endian u32 for each unit of `data`.
+    `expected` holds one little-endian u32 for each unit; a unit that only one of them has is bad.
     """
     found = checksums(data)
     if found == expected:
@@ -34,4 +34,4 @@ def first_bad_unit(data: memoryview, expected: bytes) -> int | None:
     for unit in range(unit_count(len(data))):
         if found[4 * unit : 4 * unit + 4] != expected[4 * unit : 4 * unit + 4]:
             return unit
-    return len(expected) // 4
+    return unit_count(len(data))

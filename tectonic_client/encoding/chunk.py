@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
-from typing import ClassVar, Final
+from typing import Final
 
 from crc32c import crc32c
 
@@ -54,8 +54,6 @@ def padded(length: int) -> int:
 @dataclass(frozen=True, slots=True)
 class ChunkHeader:
     """A chunk's header; `checksums` are packed as in the page."""
-
-    SIZE_BYTES: ClassVar[int] = CHUNK_HEADER_BYTES
 
     volume_uuid: bytes
     block_id: int
@@ -93,12 +91,11 @@ class ChunkHeader:
             raise FormatTooNew(f"chunk version {version} is newer than {VERSION}: upgrade")
         if unit != CHECKSUM_UNIT_BYTES or flags & ~_COMPRESSED:
             raise CorruptChunk("chunk header has unknown settings")
-        if not 0 < payload <= MAX_CHUNK_BYTES or not 0 < content <= MAX_CHUNK_BYTES:
-            raise CorruptChunk(f"chunk header announces {payload} bytes for {content}")
-        if payload > content or ((payload != content) and not flags & _COMPRESSED):
+        compressed = bool(flags & _COMPRESSED)
+        if not 0 < payload <= content <= MAX_CHUNK_BYTES or (payload < content) != compressed:
             raise CorruptChunk(f"chunk header announces {payload} bytes for {content}")
         table = bytes(copy[_TABLE_OFFSET : _TABLE_OFFSET + 4 * unit_count(payload)])
-        return cls(uuid, block_id, index, content, payload, bool(flags & _COMPRESSED), table)
+        return cls(uuid, block_id, index, content, payload, compressed, table)
 
     def check(self, volume_uuid: bytes, block_id: int, index: int) -> None:
         """Raise CorruptChunk unless this is the header of that chunk."""
