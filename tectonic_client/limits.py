@@ -76,10 +76,11 @@ MAX_CACHED_CHUNK_HEADERS: Final = 8192
 # --- concurrency ------------------------------------------------------------------------------
 
 STORE_WRITE_THREADS: Final = 4
-"""Concurrent chunk puts of a client: fdatasync needs four in flight to reach the device limit."""
+"""Concurrent chunk puts of a client to one store: fdatasync needs four in flight to reach the
+device limit."""
 
 STORE_READ_THREADS: Final = 4
-"""Concurrent chunk gets of a client."""
+"""Concurrent chunk gets of a client from one store."""
 
 CHECKPOINT_TRANSFERS: Final = STORE_WRITE_THREADS + 1
 """Chunks of a checkpoint under way at once: one waits while the threads are busy."""

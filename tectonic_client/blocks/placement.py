@@ -10,18 +10,26 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from math import gcd
+from typing import Final
 
 from tectonic_client.errors import NoSpace
 from tectonic_client.records import StoreRecord, StoreState
 
+_MAX_TURNS: Final = 100
+"""Of one store per round: whatever the weights, a rotation stays short."""
+
 
 def rotation(stores: Iterable[StoreRecord]) -> tuple[int, ...]:
-    """Store ids in the order of their turns. Raises NoSpace where none takes new chunks."""
+    """Store ids in the order of their turns. Raises NoSpace where none takes new chunks.
+
+    Stores that are draining or have weight 0 get no turn, all others at least one.
+    """
     active = sorted((s for s in stores if _takes_chunks(s)), key=lambda s: s.store_id)
     if not active:
         raise NoSpace("no store of the volume takes new chunks")
     unit = gcd(*(store.weight for store in active))
-    turns = [(store.store_id, store.weight // unit) for store in active]
+    unit = max(unit, -(-max(store.weight for store in active) // _MAX_TURNS))
+    turns = [(store.store_id, max(1, round(store.weight / unit))) for store in active]
     rounds = max(count for _, count in turns)
     return tuple(sid for turn in range(rounds) for sid, count in turns if turn < count)
 

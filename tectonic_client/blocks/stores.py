@@ -1,13 +1,18 @@
 """The stores of an open volume, and the few threads that wait for them.
 
-Every call runs in a worker thread and is not given up when its task is cancelled: the thread may be
-using a buffer that the task would give back. It ends with the device; a store that hangs the thread
-holds up only those who need that store.
+Each store has slots of its own, so that one which hangs holds up only those who need it. Whoever
+moves a chunk takes its slot first, then memory to move it with: memory never waits for a slot.
+
+A call in a thread is not given up when its task is cancelled, because the thread may be using a
+buffer that the task would give back. It ends by the store's own deadline: the device's request
+timeout below a directory, STORE_DEADLINE_S at a remote store.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import TypeVar
 
@@ -25,8 +30,10 @@ class StoreSet:
 
     def __init__(self, stores: Mapping[int, ChunkStore]) -> None:
         self._stores = dict(stores)
-        self._writers = trio.CapacityLimiter(STORE_WRITE_THREADS)
-        self._readers = trio.CapacityLimiter(STORE_READ_THREADS)
+        self._writers = {i: trio.CapacityLimiter(STORE_WRITE_THREADS) for i in self._stores}
+        self._readers = {i: trio.CapacityLimiter(STORE_READ_THREADS) for i in self._stores}
+        # The slots bound the threads already.
+        self._threads = trio.CapacityLimiter(math.inf)
 
     def ids(self) -> list[int]:
         """Ids of the stores that are open."""
@@ -39,25 +46,39 @@ class StoreSet:
             raise StoreUnavailable(f"store {store_id} is not open")
         return store
 
-    async def write(self, work: Callable[[], T]) -> T:
-        """Result of `work` in one of the writing threads."""
-        return await trio.to_thread.run_sync(work, limiter=self._writers)
+    @asynccontextmanager
+    async def writing(self, store_id: int) -> AsyncIterator[ChunkStore]:
+        """The store, with one of its slots for puts and deletes. Raises StoreUnavailable."""
+        store = self.get(store_id)
+        async with self._writers[store_id]:
+            yield store
 
-    async def read(self, work: Callable[[], T]) -> T:
-        """Result of `work` in one of the reading threads."""
-        return await trio.to_thread.run_sync(work, limiter=self._readers)
+    @asynccontextmanager
+    async def reading(self, store_id: int) -> AsyncIterator[ChunkStore]:
+        """The store, with one of its slots for gets. Raises StoreUnavailable."""
+        store = self.get(store_id)
+        async with self._readers[store_id]:
+            yield store
+
+    async def call(self, work: Callable[[], T]) -> T:
+        """Result of `work` in a thread, waited for whatever happens. The caller holds a slot."""
+        return await trio.to_thread.run_sync(work, limiter=self._threads)
 
     async def run(self, store_id: int, work: Callable[[ChunkStore], T]) -> T:
-        """Result of `work(store)` in one of the writing threads."""
-        return await self.write(partial(work, self.get(store_id)))
+        """Result of `work(store)` in a thread, in a slot for puts and deletes."""
+        async with self.writing(store_id) as store:
+            return await self.call(partial(work, store))
 
     async def usage(self) -> StoreUsage:
-        """Space of all stores together."""
-        found = [await self.run(store_id, lambda store: store.usage()) for store_id in self.ids()]
+        """Space of all stores together. Raises StoreUnavailable."""
+        found = []
+        for store_id in self.ids():
+            async with self.reading(store_id) as store:
+                found.append(await self.call(store.usage))
         return StoreUsage(sum(u.total_bytes for u in found), sum(u.free_bytes for u in found))
 
     async def close(self) -> None:
         """Close all stores."""
         for store in self._stores.values():
-            await self.write(store.close)
+            await self.call(store.close)
         self._stores.clear()

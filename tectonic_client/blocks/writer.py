@@ -7,9 +7,12 @@ call in one worker thread, so that its bytes stay in that core's cache.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+
+import trio
 
 from tectonic_client.blocks.buffers import Buffer, BufferPool, header_page
 from tectonic_client.blocks.placement import rotation, store_for
@@ -19,6 +22,7 @@ from tectonic_client.encoding.checksum import checksums
 from tectonic_client.encoding.chunk import ChunkHeader, padded
 from tectonic_client.encoding.compression import compress, looks_compressible
 from tectonic_client.errors import TectonicError
+from tectonic_client.limits import ALIGNMENT_BYTES
 from tectonic_client.records import (
     BlockRecord,
     ChunkPlace,
@@ -46,6 +50,7 @@ class OpenBlock:
 
     block_id: int
     places: dict[int, ChunkPlace] = field(default_factory=dict)
+    content_bytes: dict[int, int] = field(default_factory=dict)
 
 
 class BlockWriter:
@@ -59,7 +64,7 @@ class BlockWriter:
         self.geometry = geometry
         self._stores = stores
         self._turns = rotation(records)
-        self._pool = pool
+        self._scratch = _ScratchMemory(pool)
 
     def open_block(self, block_id: int) -> OpenBlock:
         """Begin a block."""
@@ -71,53 +76,55 @@ class BlockWriter:
     ) -> None:  # fmt: skip
         """Store the first `length` bytes of `buffer` (which stays the caller's) as chunk `index`.
 
-        `fill` is called in the worker thread with that memory before anything else, to put the
-        bytes there. Chunks may be put in any order, several at once. Raises NoSpace, ReadOnly,
-        StoreUnavailable, Exists, and what `fill` raises.
+        The buffer's size is a multiple of ALIGNMENT_BYTES; what lies behind `length` may be
+        overwritten. `fill` is called in the worker thread with the first `length` bytes before
+        anything else, to put them there. Chunks may be put in any order, several at once. Raises
+        NoSpace, ReadOnly, StoreUnavailable, Exists, and what `fill` raises.
         """
-        assert 0 < length <= self.geometry.chunk_bytes
+        assert 0 < length <= min(self.geometry.chunk_bytes, buffer.size_bytes)
+        assert index not in block.places
         store_id = store_for(self._turns, block.block_id, index)
-        store = self._stores.get(store_id)
-        scratch = self._scratch(length)
         key = ChunkKey(block.block_id, index)
+        with self._scratch.put_under_way():
+            async with self._stores.writing(store_id) as store:
+                scratch = await self._take_scratch(length)
 
-        def work() -> int:
-            content = buffer.memory[:length]
-            if fill is not None:
-                fill(content)
-            return self._store(store, key, buffer.memory, length, scratch)
+                def work() -> int:
+                    if fill is not None:
+                        fill(buffer.memory[:length])
+                    return self._store(store, key, buffer.memory, length, scratch)
 
-        try:
-            stored = await self._stores.write(work)
-        finally:
-            if scratch is not None:
-                scratch.release()
+                try:
+                    stored = await self._stores.call(work)
+                finally:
+                    if scratch is not None:
+                        self._scratch.give(scratch)
         block.places[index] = ChunkPlace(store_id, stored)
+        block.content_bytes[index] = length
 
-    def _scratch(self, length: int) -> Buffer | None:
-        """Memory to compress into; without it the chunk is stored as it is.
-
-        Never waited for: the caller holds a buffer, and waiting with one in hand can deadlock.
-        """
-        if self.geometry.codec is Codec.NONE:
+    async def _take_scratch(self, length: int) -> Buffer | None:
+        """Memory to compress into; without it the chunk is stored as it is."""
+        # A chunk of one page cannot get any smaller.
+        if self.geometry.codec is Codec.NONE or length <= ALIGNMENT_BYTES:
             return None
-        return self._pool.try_acquire(padded(length))
+        return await self._scratch.take(padded(length))
 
     def _store(
         self, store: ChunkStore, key: ChunkKey, memory: memoryview, length: int,
         scratch: Buffer | None,
     ) -> int:  # fmt: skip
         """In the worker thread: compress, checksum, put; returns the payload's length."""
-        payload, stored, compressed = memory, length, False
+        payload, stored = memory, length
         if scratch is not None:
             shorter = self._compress(memory[:length], scratch.memory)
             if shorter is not None:
-                payload, stored, compressed = scratch.memory, shorter, True
+                payload, stored = scratch.memory, shorter
         end = padded(stored)
         payload[stored:end] = bytes(end - stored)
         header = ChunkHeader(
-            self._volume_uuid, key.block_id, key.chunk, length, stored, compressed,
-            checksums(payload[:stored]),
+            self._volume_uuid, key.block_id, key.chunk, content_bytes=length,
+            payload_bytes=stored, compressed=stored < length,
+            checksums=checksums(payload[:stored]),
         )  # fmt: skip
         page = header_page()
         header.encode_into(page)
@@ -131,12 +138,14 @@ class BlockWriter:
 
     def seal(self, block: OpenBlock, length: int, created_ns: int) -> BlockRecord:
         """The record of a finished block of `length` bytes, all of whose chunks were put."""
-        count = -(-length // self.geometry.chunk_bytes)
-        assert sorted(block.places) == list(range(count)), "a chunk of the block is missing"
+        chunk_bytes = self.geometry.chunk_bytes
+        starts = range(0, length, chunk_bytes)
+        pieces = {i: min(chunk_bytes, length - start) for i, start in enumerate(starts)}
+        assert block.content_bytes == pieces, "the chunks are not those of a block of this length"
         return BlockRecord(
             encoding=EncodingKind.SINGLE, data_chunks=1, parity_chunks=0,
-            codec=self.geometry.codec, chunk_bytes=self.geometry.chunk_bytes, length=length,
-            created_ns=created_ns, places=tuple(block.places[index] for index in range(count)),
+            codec=self.geometry.codec, chunk_bytes=chunk_bytes, length=length,
+            created_ns=created_ns, places=tuple(block.places[index] for index in pieces),
         )  # fmt: skip
 
     async def discard(self, block: OpenBlock) -> None:
@@ -144,11 +153,69 @@ class BlockWriter:
 
         What cannot be deleted now is garbage under this session's lease: its end removes it.
         """
+        doomed: dict[int, list[ChunkKey]] = {}
         for index, place in block.places.items():
-            key = ChunkKey(block.block_id, index)
-            store = self._stores.get(place.store_id)
+            doomed.setdefault(place.store_id, []).append(ChunkKey(block.block_id, index))
+        for store_id, chunks in doomed.items():
             try:
-                await self._stores.write(partial(store.delete, [key]))
+                await self._stores.run(store_id, partial(_delete, chunks))
             except TectonicError as error:
-                _log.warning("unused chunk %s stays for now: %s", key, error)
+                _log.warning("unused block %016x stays for now: %s", block.block_id, error)
         block.places.clear()
+        block.content_bytes.clear()
+
+
+def _delete(chunks: list[ChunkKey], store: ChunkStore) -> None:
+    store.delete(chunks)
+
+
+class _ScratchMemory:
+    """Buffers to compress into, passed on from put to put while any is under way.
+
+    A put holds a buffer already, so it must not wait for others who may do the same. It may wait
+    for another put's scratch, which comes back without further memory; where there is none at all
+    it goes without. So a busy writer, whose pool is always used up, goes on compressing.
+    """
+
+    def __init__(self, pool: BufferPool) -> None:
+        self._pool = pool
+        self._spare: list[Buffer] = []
+        self._in_use = 0
+        self._puts = 0
+        self._given = trio.lowlevel.ParkingLot()
+
+    @contextmanager
+    def put_under_way(self) -> Iterator[None]:
+        """Around a put, from before it waits for its slot: spares are kept for it."""
+        self._puts += 1
+        try:
+            yield
+        finally:
+            self._puts -= 1
+            while len(self._spare) > self._puts:
+                self._spare.pop().release()
+
+    async def take(self, size_bytes: int) -> Buffer | None:
+        """At least `size_bytes`, or None where no put has any and there is no memory."""
+        while True:
+            buffer = self._spare_of(size_bytes) or self._pool.try_acquire(size_bytes)
+            if buffer is not None:
+                self._in_use += 1
+                return buffer
+            if not self._in_use:
+                return None
+            await self._given.park()
+
+    def _spare_of(self, size_bytes: int) -> Buffer | None:
+        while self._spare:
+            buffer = self._spare.pop()
+            if buffer.size_bytes >= size_bytes:
+                return buffer
+            buffer.release()
+        return None
+
+    def give(self, buffer: Buffer) -> None:
+        """Done with a buffer."""
+        self._in_use -= 1
+        self._spare.append(buffer)
+        self._given.unpark_all()
