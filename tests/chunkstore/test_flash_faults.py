@@ -62,7 +62,7 @@ class Device:
         command = ["mount", "-t", kind, "-o", options, "none", str(self.directory)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
         if done.returncode:
-            pytest.skip(f"no {kind} can be mounted here: {done.stderr.strip()}")
+            pytest.skip(f"no {kind} can be mounted here: {done.stderr.splitlines()[0]}")
 
     def unmount(self, *options: str) -> None:
         command = ["umount", *options, str(self.directory)]
