@@ -45,6 +45,10 @@ DEFAULT_MEMORY_LIMIT_BYTES: Final = 256 * MiB
 MIN_MEMORY_LIMIT_BYTES: Final = 64 * MiB
 """Enough for two chunks being written and two being read at the default chunk size."""
 
+MIN_POOL_CHUNKS: Final = 4
+"""Chunks that a buffer pool must hold: one filling and one on its way for a writer, and what a
+reader needs to decompress one."""
+
 POOL_SHARE: Final = 0.5
 """Part of the memory limit that the buffer pool may use; the rest covers request buffers,
 metadata caches, thread stacks and the allocator's slack."""

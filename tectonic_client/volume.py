@@ -5,6 +5,7 @@ Nothing else builds engines, stores, pools or the file system. See CONCURRENCY.m
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 import uuid
@@ -42,6 +43,7 @@ from tectonic_client.limits import (
     MAX_CHUNKS_PER_BLOCK,
     MIN_CHUNK_BYTES,
     MIN_MEMORY_LIMIT_BYTES,
+    MIN_POOL_CHUNKS,
     POOL_SHARE,
     SHUTDOWN_DEADLINE_S,
     MiB,
@@ -61,6 +63,9 @@ from tectonic_client.records import (
 )
 from tectonic_client.types import Owner
 from tectonic_client.upkeep.leftovers import Cleaner
+
+_log = logging.getLogger(__name__)
+
 
 # --- formatting -------------------------------------------------------------------------------
 
@@ -257,11 +262,15 @@ async def open_volume(meta_url: str, options: VolumeOptions | None = None) -> As
             async with trio.open_nursery() as nursery:
                 kv = AsyncKV(options.wrap_kv(raw))
                 volume = await _assemble(meta_url, options, kv, nursery)
+                volume.tasks.start(nursery, read_only=options.read_only)
                 try:
-                    volume.tasks.start(nursery, read_only=options.read_only)
                     yield volume
-                finally:
+                except BaseException:
+                    await _shut_down_after_error(volume)
+                    raise
+                else:
                     await _shut_down(volume)
+                finally:
                     nursery.cancel_scope.cancel()
     finally:
         with trio.CancelScope(shield=True):
@@ -283,7 +292,7 @@ async def _assemble(
     if not options.read_only:
         session_id = await kv.transact(lambda tx: sessions.open_session(tx, options.client))
     ids = IdAllocator(kv, session_id)
-    pool = BufferPool(int(options.memory_limit_bytes * POOL_SHARE), record.chunk_bytes)
+    pool = BufferPool(_pool_bytes(options, record), record.chunk_bytes)
     geometry = Geometry(record.block_bytes, record.chunk_bytes, record.codec, record.level)
     writer = BlockWriter(record.uuid, geometry, stores, store_records, pool)
     reader = BlockReader(record.uuid, stores, pool)
@@ -307,6 +316,18 @@ async def _assemble(
     )  # fmt: skip
 
 
+def _pool_bytes(options: VolumeOptions, record: VolumeRecord) -> int:
+    """Size of the buffer pool. Raises BadOption where too few chunks would fit to make progress."""
+    size = int(options.memory_limit_bytes * POOL_SHARE)
+    if size < MIN_POOL_CHUNKS * record.chunk_bytes:
+        needed = int(MIN_POOL_CHUNKS * record.chunk_bytes / POOL_SHARE)
+        raise BadOption(
+            f"memory limit of {options.memory_limit_bytes} bytes: with chunks of"
+            f" {record.chunk_bytes} bytes at least {needed // MiB} MiB are needed"
+        )
+    return size
+
+
 def _open_stores(
     records: list[StoreRecord], volume: VolumeRecord, options: VolumeOptions
 ) -> dict[int, ChunkStore]:
@@ -321,6 +342,14 @@ def _open_stores(
             store.close()
         raise
     return opened
+
+
+async def _shut_down_after_error(volume: Volume) -> None:
+    """Shut down without hiding the error that is on its way."""
+    try:
+        await _shut_down(volume)
+    except TectonicError as error:
+        _log.error("closing volume %r: %s", volume.record.name, error)
 
 
 async def _shut_down(volume: Volume) -> None:

@@ -1,13 +1,15 @@
 """Whole chunks in memory for sequential readers: demand loading, read-ahead, eviction.
 
-A line is a verified chunk in pool memory. Lines are shared by all readers of a client; the least
-recently used go first, when the cache's share of the pool is used up or a writer needs memory. A
-line that somebody waits for or has just been handed stays until then.
+A line is a verified chunk in pool memory. Lines are shared by all readers of a client. When the
+cache's share of the pool is used up or a writer needs memory, lines that were read to their end go
+first, then the least recently used. Read-ahead displaces only the former: several readers would
+otherwise take each other's chunks away before they were read.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 
 import trio
 
@@ -21,13 +23,20 @@ from tectonic_client.records import BlockRecord
 class Line:
     """A chunk that is in memory or on its way."""
 
-    __slots__ = ("error", "loaded", "ready", "users")
+    __slots__ = ("error", "finished", "loaded", "ready", "users")
 
     def __init__(self) -> None:
         self.ready = trio.Event()
         self.loaded: VerifiedRange | None = None
         self.error: TectonicError | None = None
         self.users = 0
+        self.finished = False
+
+    def part(self, start: int, end: int) -> memoryview:
+        """Bytes [start, end) of the loaded chunk."""
+        assert self.loaded is not None
+        self.finished = self.finished or end == len(self.loaded.view)
+        return self.loaded.view[start:end]
 
 
 class ChunkCache:
@@ -45,28 +54,30 @@ class ChunkCache:
         self.hits = 0
         self.misses = 0
 
-    def peek(self, block_id: int, index: int) -> memoryview | None:
-        """The chunk's bytes if they are in memory; valid until the next await."""
+    def peek(self, block_id: int, index: int, start: int, end: int) -> memoryview | None:
+        """Bytes [start, end) of a chunk if it is in memory; valid until the next await."""
         line = self._lines.get((block_id, index))
         if line is None or line.loaded is None:
             return None
         self._lines.move_to_end((block_id, index))
         self.hits += 1
-        return line.loaded.view
+        return line.part(start, end)
 
     def has(self, block_id: int, index: int) -> bool:
         """Whether the chunk is in memory or on its way."""
         return (block_id, index) in self._lines
 
-    async def get(self, block_id: int, record: BlockRecord, index: int, context: str) -> memoryview:
-        """The chunk's bytes, loading them if need be; valid until the next await.
+    async def get(
+        self, block_id: int, record: BlockRecord, index: int, start: int, end: int, context: str
+    ) -> memoryview:
+        """Bytes [start, end) of a chunk, loading all of it if need be; valid until the next await.
 
         Raises what the reader raises.
         """
         line = self._lines.get((block_id, index))
         if line is None:
             self.misses += 1
-            self.make_room()
+            self._make_room(self.evict_one)
             line = self._start(block_id, record, index, context)
         self._lines.move_to_end((block_id, index))
         line.users += 1
@@ -76,14 +87,13 @@ class ChunkCache:
             line.users -= 1
         if line.error is not None:
             raise line.error
-        assert line.loaded is not None
-        return line.loaded.view
+        return line.part(start, end)
 
     def prefetch(self, block_id: int, record: BlockRecord, index: int, context: str) -> None:
         """Begin to load a chunk if memory allows; never waits."""
         if (block_id, index) in self._lines:
             return
-        self.make_room()
+        self._make_room(self._evict_finished)
         free = self._pool.capacity_bytes - self._pool.used_bytes
         if len(self._lines) < self._capacity and free >= 2 * self._chunk_bytes:
             self._start(block_id, record, index, context)
@@ -109,15 +119,22 @@ class ChunkCache:
         finally:
             line.ready.set()
 
-    def make_room(self) -> None:
+    def _make_room(self, evict: Callable[[], bool]) -> None:
         """Evict until a further line fits the cache's share."""
-        while len(self._lines) >= self._capacity and self.evict_one():
+        while len(self._lines) >= self._capacity and evict():
             pass
 
     def evict_one(self) -> bool:
-        """Give back the memory of the line that was not used for longest; False if none can go."""
+        """Give back the memory of one line; False if none can go."""
+        return self._evict_finished() or self._evict(lambda line: True)
+
+    def _evict_finished(self) -> bool:
+        return self._evict(lambda line: line.finished)
+
+    def _evict(self, wanted: Callable[[Line], bool]) -> bool:
+        """Evict the least recently used line that is wanted out and that nobody waits for."""
         for key, line in self._lines.items():
-            if line.loaded is not None and not line.users:
+            if line.loaded is not None and not line.users and wanted(line):
                 del self._lines[key]
                 line.loaded.release()
                 return True

@@ -332,11 +332,11 @@ class Files:
         return await self._gather(state, pieces, offset, length, sequential=sequential)
 
     def _in_memory(self, state: OpenInode, piece: _Piece) -> memoryview | None:
-        if piece.pending:
-            chunk = state.log.find(piece.block_id, piece.chunk)
-        else:
-            chunk = self._services.cache.peek(piece.block_id, piece.chunk)
-        return None if chunk is None else _slice(chunk, piece)
+        start, end = piece.chunk_offset, piece.chunk_offset + piece.length
+        if not piece.pending:
+            return self._services.cache.peek(piece.block_id, piece.chunk, start, end)
+        chunk = state.log.find(piece.block_id, piece.chunk)
+        return None if chunk is None else chunk[start:end]
 
     async def _gather(
         self, state: OpenInode, pieces: list[_Piece], offset: int, length: int, *, sequential: bool
@@ -368,8 +368,10 @@ class Files:
     ) -> None:  # fmt: skip
         context = f"inode {state.inode}"
         if whole_chunk:
-            chunk = await self._services.cache.get(piece.block_id, record, piece.chunk, context)
-            target[:] = _slice(chunk, piece)
+            target[:] = await self._services.cache.get(
+                piece.block_id, record, piece.chunk, piece.chunk_offset,
+                piece.chunk_offset + piece.length, context,
+            )  # fmt: skip
             return
         block_offset = piece.chunk * self._services.chunk_bytes + piece.chunk_offset
         await self._services.reader.read_into(
@@ -426,10 +428,6 @@ class Files:
                     extent.file_offset + done, count, extent.block_id, index, within, pending
                 )
                 done += count
-
-
-def _slice(chunk: memoryview, piece: _Piece) -> memoryview:
-    return chunk[piece.chunk_offset : piece.chunk_offset + piece.length]
 
 
 def _publish_file(
