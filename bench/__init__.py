@@ -1,0 +1,1 @@
+"""Benchmarks: workloads over targets, with the raw device and the usual tools in the same run."""

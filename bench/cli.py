@@ -1,0 +1,94 @@
+"""`tectonicfs bench`: one subcommand for each benchmark."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from bench.bars import CASES
+from bench.errors import BenchError, RankFailed
+from bench.report import Result, print_result, write_json
+from tectonic_client.cli.parameters import Size
+from tectonic_client.limits import GiB, MiB
+
+_log = logging.getLogger(__name__)
+
+_MEMORY = "memory"
+
+_MIN_BYTES = 1 * MiB
+"""Less would measure the clock."""
+
+_PLAIN_WIDTH = 120
+
+_CASE_HELP = "\n".join(f"  {name:<12} {text}" for name, text in CASES.items())
+
+
+@click.group()
+def bench() -> None:
+    """Measure, beside the raw device and other tools in the same run."""
+
+
+@bench.command(
+    epilog=f"\b\nCases:\n{_CASE_HELP}\n  {_MEMORY:<12} peak memory of a rank and of the mount"
+)
+@click.option("--ranks", default=4, show_default=True, type=click.IntRange(1, 64))
+@click.option(
+    "--bytes", "total_bytes", type=Size(), default=GiB, help="Size of the checkpoint, all ranks."
+    "  [default: 1GiB]",
+)  # fmt: skip
+@click.option(
+    "--dir", "directory", default=".", show_default=True, help="A directory on the device.",
+    type=click.Path(exists=True, file_okay=False, writable=True, path_type=Path),
+)  # fmt: skip
+@click.option("--repeat", default=3, show_default=True, type=click.IntRange(min=1))
+@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path))
+@click.option("--bar", is_flag=True, help="Exit code 1 when a promised figure is missed.")
+@click.option(
+    "--only", multiple=True, type=click.Choice([*CASES, _MEMORY]), metavar="CASE",
+    help="Just this case; repeat for several.",
+)  # fmt: skip
+def checkpoint(
+    *, ranks: int, total_bytes: int, directory: Path, repeat: int, json_file: Path | None,
+    bar: bool, only: tuple[str, ...],
+) -> None:  # fmt: skip
+    """Save and load a checkpoint of BYTES from several ranks, in every way there is.
+
+    \b
+    Example:
+      tectonicfs bench checkpoint --dir /nvme0 --json result.json --bar
+    """
+    if total_bytes < _MIN_BYTES:
+        raise click.BadParameter("less than 1MiB says nothing", param_hint="--bytes")
+    for package in ("torch", "safetensors"):
+        if find_spec(package) is None:
+            raise BenchError(f"this benchmark needs {package}: pip install 'tectonicfs[torch]'")
+    # Loaded here: it imports torch.
+    from bench.checkpoint import ALL_CASES, Settings, run_checkpoint
+
+    settings = Settings(
+        directory.resolve(), ranks, total_bytes, repeat, frozenset(only or ALL_CASES)
+    )
+    try:
+        result = run_checkpoint(settings)
+    except RankFailed as error:
+        _log.info("%s\n%s", error, error.trace)
+        raise
+    show(result, json_file)
+    if bar and not (result.ok and not result.config["unavailable"]):
+        sys.exit(1)
+
+
+def show(result: Result, json_file: Path | None) -> None:
+    """Print a result, and write it where asked."""
+    # A file or pipe has no width; the table needs this much.
+    console = Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
+    print_result(result, console)
+    for case, reason in result.config["unavailable"].items():
+        console.print(f"not measured: {case}: {reason}", highlight=False)
+    if json_file is not None:
+        write_json(result, json_file)
