@@ -175,11 +175,11 @@ class Wait(NamedTuple):
 def find_attempt(
     tx: ReadTransaction, namespace: Namespace, me: Identity, step: int, memory: Memory
 ) -> Attempt | Wait:
-    """The open attempt at a step that this rank, not rank 0, is to join.
+    """The attempt at a step that this rank, not rank 0, is to join.
 
-    Its world_size is for the caller to compare. Raises the verdict of an attempt that failed
-    before this rank came, StepExists, StepInProgress, RanksMissing (rank 0 is dead), RankMismatch
-    (this rank was taken over, or belongs to an earlier start of the run).
+    It may have failed before this rank came, and its world_size is for the caller to compare.
+    Raises StepExists, StepInProgress, RanksMissing (rank 0 is dead), RankMismatch (this rank was
+    taken over, or belongs to an earlier start of the run).
     """
     rows = read_members(tx, me, (0, me.rank))
     mine, leader = require_member(me, rows[me.rank]), rows[0]
@@ -215,12 +215,9 @@ def _check_leader(
 
 
 def _joinable(tx: ReadTransaction, namespace: Namespace, attempt: Attempt) -> Attempt | Wait:
-    error = attempt.record.verdict.error()
     if not lives(namespace, tx, attempt.record.session):
         return Wait(f"{attempt.coordinator} died, its attempt is left")
-    if error is not None:
-        raise error
-    if not attempt.record.is_open:
+    if attempt.record.verdict.outcome is Outcome.COMMITTED:
         return Wait("the step was saved and deleted, rank 0 has not begun to save it again")
     return attempt
 
@@ -244,7 +241,10 @@ def object_to(
     tx: Transaction, me: Identity, attempt: Attempt, kind: ObjectionKind, value: int = 0,
     message: str = "",
 ) -> None:  # fmt: skip
-    """Tell the coordinator why an attempt cannot succeed, so that it fails for everyone."""
+    """Tell the coordinator why an open attempt cannot succeed, so that it fails for everyone."""
+    standing = read_attempt(tx, me.directory, attempt.step)
+    if standing is None or standing.attempt_id != attempt.attempt_id or not standing.is_open:
+        return
     record = ObjectionRecord(kind, value, me.pid, me.hostname, clipped(message))
     tx.put(keys.objection(me.directory, attempt.attempt_id, me.rank), record.encode())
 

@@ -49,6 +49,7 @@ from tectonic_client.errors import (
 )
 from tectonic_client.kv.port import ReadTransaction, Transaction
 from tectonic_client.limits import (
+    CHECKPOINT_OUTCOME_GRACE_S,
     CHECKPOINT_POLL_MAX_S,
     CHECKPOINT_POLL_MIN_S,
     CHECKPOINT_POLL_PER_RANK_S,
@@ -197,9 +198,12 @@ class Save:
             if elsewhere.due():
                 yield from self._watch_elsewhere(objected)
             yield from self._pause()
+        self.attempt = found
         self._memory.leader = found.record.token
+        error = found.record.verdict.error()
+        if error is not None:
+            raise error
         if found.record.world_size != self._me.world_size:
-            self.attempt = found
             yield from self._object(found, ObjectionKind.WORLD_SIZE, self._me.world_size)
             raise world_size_differs(self._me, found)
         return found
@@ -296,9 +300,17 @@ class Save:
         return result
 
     def _commit(self, attempt: Attempt) -> Generator[Request, Any, Verdict]:
-        parts: dict[int, PartRecord] = yield from self._read(
-            lambda tx: read_parts(tx, self._me, attempt)
+        # Read anew: somebody else may have decided since, and removed the parts.
+        standing: Verdict
+        parts: dict[int, PartRecord]
+        standing, parts = yield from self._read(
+            lambda tx: (
+                read_verdict(tx, self._namespace, self._me, attempt),
+                read_parts(tx, self._me, attempt),
+            )
         )
+        if standing.outcome is not Outcome.OPEN:
+            return standing
         try:
             index: NewFile = yield WriteIndex(attempt, parts)
             verdict: Verdict = yield from self._transact(
@@ -332,12 +344,18 @@ class Save:
         return (yield from self._persist(Transact(fn, durable)))
 
     def _persist(self, request: Request) -> Steps:
-        """Try until the deadline: every step of the protocol may be taken twice."""
+        """Try until the deadline: every step of the protocol may be taken twice.
+
+        What may have happened is tried for longer: "unknown" is the worst answer.
+        """
         while True:
             try:
                 return (yield request)
-            except (TransientError, UnknownOutcome):
+            except TransientError:
                 if self._late():
+                    raise
+            except UnknownOutcome:
+                if self._clock() >= self._deadline + CHECKPOINT_OUTCOME_GRACE_S:
                     raise
             yield from self._pause()
 

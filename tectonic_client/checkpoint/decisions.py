@@ -62,7 +62,7 @@ def survey(
     ranks = sorted(missing)
     rows = tx.get_many([part_key(me, attempt, rank) for rank in ranks])
     still = frozenset(rank for rank, row in zip(ranks, rows, strict=True) if row is None)
-    decision = _objected(tx, me, attempt, memory, still)
+    decision = _objected(tx, me, attempt, memory)
     arrived = read_members(tx, me, set(missing) - still - memory.seen.keys())
     seen = {rank: member for rank, member in arrived.items() if member is not None}
     if decision is None and still and liveness:
@@ -74,9 +74,9 @@ def survey(
 
 
 def _objected(
-    tx: ReadTransaction, me: Identity, attempt: Attempt, memory: Memory, missing: Collection[int]
+    tx: ReadTransaction, me: Identity, attempt: Attempt, memory: Memory
 ) -> Verdict | None:
-    """The verdict that an objection leads to."""
+    """The verdict that an objection leads to; who arrives withdraws its own."""
     for key, value in tx.scan(*keys.objections(me.directory, attempt.attempt_id)):
         rank, objection = keys.parse_rank(key), ObjectionRecord.decode(value)
         who = describe(rank, objection.hostname, objection.pid)
@@ -88,7 +88,7 @@ def _objected(
             case ObjectionKind.WORLD_SIZE:
                 return Verdict(Outcome.RANK_MISMATCH, sizes_differ(attempt, who, objection.value))
             case ObjectionKind.ELSEWHERE:
-                if rank in missing and not _begun(tx, me, attempt, memory, objection.value):
+                if not _begun(tx, me, attempt, memory, objection.value):
                     message = (
                         f"ranks disagree on the step: {coordinator} saves {step},"
                         f" {who} saves {objection.value}"

@@ -90,6 +90,7 @@ class World:
         self.sessions: dict[int, SimSession] = {}
         self.processes: list[Process] = []
         self.verdicts: dict[int, Verdict] = {}
+        self.objections: list[bytes] = []
         self._next_id = 1
 
     def next_id(self) -> int:
@@ -111,9 +112,11 @@ class World:
             clocked = ClockedTransaction(tx, self.now_ns())
             return fn(clocked), clocked.written
 
-        result = self.kv.transact(run)
+        answer, written = self.kv.transact(run)
+        start, end = keys.objections(DIRECTORY, 0)[0], keys.objections(DIRECTORY, 1 << 62)[1]
+        self.objections += [key for key in written if start <= key < end]
         self._check_verdicts()
-        return result
+        return answer, written
 
     def _check_verdicts(self) -> None:
         for _, value in self.kv.read(lambda tx: tx.scan(*keys.attempts(DIRECTORY))):
@@ -156,7 +159,11 @@ class World:
             for rank in range(world_size):
                 content = files[part_name(rank, world_size)].content
                 assert content == [start, rank, step], f"step {step} has a part of {content}"
-        assert self.hidden() == self.open_attempts(), "a hidden directory leaks"
+        open_attempts = self.open_attempts()
+        assert self.hidden() == open_attempts, "a hidden directory leaks"
+        start, end = keys.parts(DIRECTORY, 0)[0], keys.objections(DIRECTORY, 1 << 62)[1]
+        for key, _ in self.kv.read(lambda tx: tx.scan(start, end)):
+            assert int.from_bytes(key[-12:-4]) in open_attempts, "a part or objection leaks"
 
     # --- processes ----------------------------------------------------------------------------
 
@@ -271,7 +278,12 @@ class Process:
 
     def join_run(self) -> Generator[Any, Any, None]:
         """Make a manager: register."""
-        yield Transact(lambda tx: register(tx, self.namespace, self.me, saving=False))
+        while True:
+            try:
+                yield Transact(lambda tx: register(tx, self.namespace, self.me, saving=False))
+            except UnknownOutcome:
+                continue
+            return
 
     def save_all(self) -> Generator[Any, Any, None]:
         yield from self.join_run()

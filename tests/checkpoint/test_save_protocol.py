@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Generator, Iterable
+from functools import partial
 from typing import Any
 
 import pytest
 
 from tectonic_client.checkpoint import keys
-from tectonic_client.checkpoint.attempts import Attempt
+from tectonic_client.checkpoint.attempts import Arrival, Attempt, arrive, object_to, read_attempt
 from tectonic_client.checkpoint.collective import Pause, Transact, WriteIndex
+from tectonic_client.checkpoint.decisions import (
+    Survey,
+    commit,
+    fail,
+    not_arrived,
+    read_parts,
+    survey,
+)
 from tectonic_client.checkpoint.members import leave, register
 from tectonic_client.checkpoint.names import INDEX_NAME, part_name
-from tectonic_client.checkpoint.records import PartRecord
+from tectonic_client.checkpoint.records import ObjectionKind, Outcome, PartRecord, Verdict
 from tectonic_client.errors import (
     CheckpointError,
     NoSpace,
@@ -24,7 +34,7 @@ from tectonic_client.errors import (
     TectonicError,
 )
 from tectonic_client.limits import ATTEMPT_KEPT_S
-from tests.checkpoint.simulation import DIRECTORY, Process, World
+from tests.checkpoint.simulation import DIRECTORY, Process, SimFile, World
 
 
 def result(process: Process, step: int = 100) -> Any:
@@ -126,39 +136,83 @@ def test_a_late_rank_joins() -> None:
     assert succeeded([*ranks, late])
 
 
-def test_two_steps_at_once() -> None:
-    """Two concurrent saves of different steps, begun in the same order everywhere but reached at
-    very different times, both succeed: they are not taken for a disagreement."""
+def threads(
+    process: Process, works: Iterable[tuple[float, Generator[Any, Any, None]]]
+) -> Generator[Any, Any, None]:
+    """Run generators in turn, as threads would, each from its delay in seconds on."""
+    begun = process.world.now
+    waiting = sorted(works, key=lambda pair: pair[0])
+    running: list[tuple[Generator[Any, Any, None], Any]] = []
+    while waiting or running:
+        while waiting and process.world.now >= begun + waiting[0][0]:
+            work = waiting.pop(0)[1]
+            running.append((work, next(work)))
+        if not running:
+            yield Pause(0.1)
+        for work, request in list(running):
+            running.remove((work, request))
+            answer = yield request
+            with contextlib.suppress(StopIteration):
+                running.append((work, work.send(answer)))
+
+
+def continued(work: Generator[Any, Any, None], request: Any) -> Generator[Any, Any, None]:
+    """The rest of a generator that has made `request`."""
+    with contextlib.suppress(StopIteration):
+        while True:
+            answer = yield request
+            request = work.send(answer)
+
+
+@pytest.mark.parametrize("late", [0, 1, 2])
+@pytest.mark.parametrize("steps", [(100, 101), (101, 100)])
+def test_two_steps_at_once(late: int, steps: tuple[int, int]) -> None:
+    """Two concurrent saves of different steps, begun in the same order everywhere, one rank seconds
+    later with the second, both succeed: they are not taken for a disagreement."""
 
     def both(process: Process) -> Generator[Any, Any, None]:
         yield from process.join_run()
-        yield from interleaved(process, (process.save(100), process.save(101)), skew=process.rank)
+        delay = 4.0 if process.rank == late else 0.0
+        works = [(0.0, process.save(steps[0])), (delay, process.save(steps[1]))]
+        yield from threads(process, works)
 
     world = World()
-    ranks = world.start(3, script=both, uploads=400, timeout_s=3600)
+    ranks = world.start(3, script=both, uploads=400, timeout_s=60)
+    ranks[0].uploads = 2
     world.run()
     assert succeeded(ranks, 100)
     assert succeeded(ranks, 101)
     world.check_whole()
 
 
-def interleaved(
-    process: Process, works: Iterable[Generator[Any, Any, None]], skew: int
-) -> Generator[Any, Any, None]:
-    """Run generators in turn, as threads would; rank 2 holds its first save back for seconds."""
-    states: list[Any] = [[work, None, None] for work in works]
-    for number, state in enumerate(states):
-        state[1] = next(state[0])
-        if number == 0 and skew == 2:
-            yield Pause(3.0)
-    while states:
-        for state in list(states):
-            work, request, _ = state
-            try:
-                answer = yield request
-                state[1] = work.send(answer)
-            except StopIteration:
-                states.remove(state)
+def test_an_objection_that_was_too_early() -> None:
+    """Rank 1 waits for step 101, which rank 0 has begun but not opened yet, and has not come to
+    step 100: rank 0 knows better than to take that for a disagreement, then and later."""
+    world = World()
+
+    def slow_to_open(process: Process) -> Generator[Any, Any, None]:
+        yield from process.join_run()
+        second, first = process.save(101), process.save(100)
+        opening, request = next(second), next(first)
+        begun = process.world.now
+        while process.world.now < begun + 3:
+            request = first.send((yield request))
+        works = [(0.0, continued(second, opening)), (0.0, continued(first, request))]
+        yield from threads(process, works)
+
+    def one_after_the_other(process: Process) -> Generator[Any, Any, None]:
+        yield from process.join_run()
+        yield from process.save(101)
+        yield Pause(2)
+        yield from process.save(100)
+
+    (zero,) = world.start(2, ranks=(0,), script=slow_to_open, timeout_s=60)
+    (one,) = world.start(2, ranks=(1,), script=one_after_the_other, timeout_s=60)
+    world.run()
+    assert succeeded([zero, one], 100)
+    assert succeeded([zero, one], 101)
+    assert world.objections, "nobody objected: the test tests nothing"
+    world.check_whole()
 
 
 # --- steps that are taken ---------------------------------------------------------------------
@@ -291,6 +345,31 @@ def test_the_message_of_a_takeover() -> None:
     assert "earlier start" in message
 
 
+def test_an_older_process_comes_late() -> None:
+    """The rank belongs to the process that was started last, not to the one that registers last."""
+    world = World()
+    (old,) = world.start(2, ranks=(1,))
+    (new,) = world.start(2, ranks=(1,), start="B")
+    register_all([new])
+    with pytest.raises(RankMismatch, match=f"taken over by hostB, pid {new.me.pid}"):
+        world.transact(lambda tx: register(tx, old.namespace, old.me, saving=True))
+
+
+def test_taken_over_while_writing() -> None:
+    """A rank that is taken over after it joined an attempt cannot bring its part any more."""
+    world = World()
+    ranks = world.start(2, uploads=50, timeout_s=10)
+    while ranks[1].memory.leader is None:
+        world.runnable()[0].step()
+    new = world.start(2, ranks=(1,), start="B", timeout_s=5)
+    register_all(new)
+    world.run()
+    assert "taken over by hostB" in error_of(ranks[1], RankMismatch)
+    assert isinstance(result(ranks[0]), RanksMissing)
+    assert world.visible() == {}
+    world.check_whole()
+
+
 def test_a_second_manager_of_one_process() -> None:
     """A second manager of a live process takes the rank over only when it saves itself."""
     world = World()
@@ -381,14 +460,15 @@ def test_a_rank_dies_before_it_arrives(victim: int, when: int) -> None:
 def test_a_rank_died_between_two_saves() -> None:
     """A rank that took part in one save and is dead at the next fails that at once."""
     world = World()
-    ranks = world.start(3, steps=(100, 200), timeout_s=600)
-    ranks[2].steps = (100,)
-    while not ranks[2].done:
+    one, two = world.start(3, ranks=(1, 2), steps=(100, 200), timeout_s=600)
+    (zero,) = world.start(3, ranks=(0,), steps=(100, 200), timeout_s=600)
+    two.steps = (100,)
+    while not two.done:
         world.runnable()[0].step()
-    ranks[2].crash()
+    two.crash()
     started = world.now
     world.run()
-    for rank in ranks[:2]:
+    for rank in (zero, one):
         assert "gone before arriving: rank 2 (hostA" in error_of(rank, RanksMissing, 200)
     assert world.now < started + 5
 
@@ -483,6 +563,27 @@ def test_rank_0_dies_after_all_arrived(what: str) -> None:
     assert succeeded(ranks[1:])
     assert world.visible().keys() == {100}
     assert world.now < 1010
+    world.check_whole()
+
+
+def test_rank_0_is_too_slow_to_commit() -> None:
+    """When time is up another rank commits; rank 0, awake again, sees the step as its success."""
+    world = World()
+    zero, one = world.start(2, timeout_s=5)
+    carry_out, indices = zero._carry_out, 0
+
+    def dozing(request: Any) -> Any:
+        nonlocal indices
+        indices += isinstance(request, WriteIndex)
+        answer = carry_out(request)
+        if isinstance(answer, Survey) and not answer.missing:
+            zero.wakes_at = world.now + 50
+        return answer
+
+    zero._carry_out = dozing  # type: ignore[method-assign]
+    world.run()
+    assert succeeded([zero, one])
+    assert indices == 0
     world.check_whole()
 
 
@@ -585,6 +686,65 @@ def test_a_survivor_that_never_saved() -> None:
     world.check_whole()
 
 
+def test_a_survivor_beside_a_live_rank_0() -> None:
+    """A rank that saved with one rank 0 joins no other, even where the first one still lives."""
+
+    def slow(process: Process) -> Generator[Any, Any, None]:
+        yield from process.join_run()
+        yield from process.save(100)
+        yield Pause(100)
+        yield from process.save(200)
+
+    world = World()
+    old = world.start(2, script=slow)
+    while not all(100 in process.results for process in old):
+        world.runnable()[0].step()
+    (zero,) = world.start(2, ranks=(0,), start="B", steps=(200,), timeout_s=600)
+    while not world.open_attempts():
+        zero.step()
+    drain(old[1])
+    assert "belongs to an earlier start" in error_of(old[1], RankMismatch, 200)
+    (one,) = world.start(2, ranks=(1,), start="B", steps=(200,), timeout_s=600)
+    world.run()
+    assert succeeded([zero, one], 200)
+    assert "was taken over by hostB" in error_of(old[0], RankMismatch, 200)
+    world.check_whole()
+
+
+def test_dead_members_of_an_earlier_start() -> None:
+    """A rank whose former process is dead is waited for: its successor may still be starting."""
+    world = World()
+    old = world.start(3)
+    world.run()
+    for process in old:
+        process.crash()
+    new = world.start(3, ranks=(0, 1), start="B", steps=(101,), timeout_s=60)
+    until = world.now + 20
+    while world.now < until:
+        world.runnable()[0].step()
+    new += world.start(3, ranks=(2,), start="B", steps=(101,))
+    world.run()
+    assert succeeded(new, 101)
+    world.check_whole()
+
+
+def test_a_rank_restarted_alone() -> None:
+    """A rank that was restarted while the others went on is named at once: it belongs to another
+    start than they."""
+    world = World()
+    ranks = world.start(3, steps=(100, 200), timeout_s=600)
+    while not ranks[2].done or not all(100 in rank.results for rank in ranks):
+        if 100 in ranks[2].results:
+            ranks[2].crash()
+        world.runnable()[0].step()
+    (again,) = world.start(3, ranks=(2,), start="B", steps=(200,), timeout_s=5)
+    world.run()
+    for rank in ranks[:2]:
+        assert result(rank, 200).ranks == (2,)
+    assert "is of an earlier start" in error_of(again, RanksMissing, 200)
+    world.check_whole()
+
+
 def test_a_new_rank_does_not_join_an_old_coordinator() -> None:
     """A restarted rank waits for the rank 0 of its own start, not one that still hangs around."""
     world = World()
@@ -648,6 +808,29 @@ def test_saving_again_after_a_failure() -> None:
     world.check_whole()
 
 
+def test_trying_again_at_once() -> None:
+    """A rank that tries again before rank 0 does waits for the new attempt; the verdict of the old
+    one is given once only, also to a rank that came too late for it."""
+
+    def patient(process: Process) -> Generator[Any, Any, None]:
+        yield from process.join_run()
+        if process.rank == 1:
+            yield Pause(20)
+        yield from process.save(100)
+        process.results[1] = process.results.pop(100)
+        if process.rank == 0:
+            yield Pause(15)
+        yield from process.save(100)
+
+    world = World()
+    ranks = world.start(2, script=patient, timeout_s=10)
+    world.run()
+    for rank in ranks:
+        assert "rank 1 did not arrive within 10 s" in error_of(rank, RanksMissing, 1)
+    assert succeeded(ranks)
+    world.check_whole()
+
+
 def test_deleted_and_saved_again() -> None:
     """A step that was deleted can be saved again; the old outcome confuses nobody."""
 
@@ -689,6 +872,97 @@ def test_a_lost_answer(rank: int, number: int, took_effect: bool) -> None:
     ranks[rank]._work = losing(ranks[rank])
     world.run()
     assert succeeded(ranks)
+    world.check_whole()
+
+
+def test_a_lost_answer_to_the_opening() -> None:
+    """Rank 0 opens an attempt, does not learn it, and asks again when all others have arrived."""
+    world = World()
+    ranks = world.start(3)
+    register_all(ranks)
+    ranks[0].lose_answers = [True]
+    ranks[0].step()
+    (attempt,) = world.open_attempts()
+    ranks[0].wakes_at = world.now + 5
+    while world.now < 1004:
+        world.runnable()[0].step()
+    world.run()
+    assert succeeded(ranks)
+    assert world.visible() == {100: attempt}
+    world.check_whole()
+
+
+def test_deciding_too_early() -> None:
+    """No commit without all parts, no missing ranks that have arrived: the deciders look again."""
+    world = World()
+    ranks = world.start(2, uploads=0)
+    register_all(ranks)
+    while not world.open_attempts():
+        ranks[0].step()
+    zero = ranks[0]
+    index = SimFile(world.next_id(), 5, [2, "A"])
+
+    def attempt() -> Attempt:
+        record = world.read(lambda tx: read_attempt(tx, DIRECTORY, 100))
+        return Attempt(100, record)
+
+    def try_commit() -> Outcome:
+        mine = attempt()
+        verdict, _ = world.transact(lambda tx: commit(tx, zero.namespace, zero.me, mine, index))
+        return Outcome(verdict.outcome)
+
+    def try_fail() -> Outcome:
+        mine = attempt()
+        due = not_arrived(mine, (1,), 5)
+        verdict, _ = world.transact(lambda tx: fail(tx, zero.namespace, zero.me, mine, due))
+        return Outcome(verdict.outcome)
+
+    assert try_commit() is Outcome.OPEN
+    arrived: set[int] = set()
+    while len(arrived) < 2:
+        world.runnable()
+        for rank in ranks:
+            if rank.rank not in arrived:
+                rank.step()
+        arrived = set(world.read(partial(read_parts, me=zero.me, attempt=attempt())))
+    assert try_fail() is Outcome.OPEN
+    assert try_commit() is Outcome.COMMITTED
+    assert try_commit() is Outcome.COMMITTED
+    assert try_fail() is Outcome.COMMITTED
+    world.check_whole()
+
+
+def test_objections_come_and_go() -> None:
+    """Who arrives has withdrawn its objection; one to an attempt that has ended leaves no trace."""
+    world = World()
+    zero, one = world.start(2, uploads=0)
+    register_all([zero, one])
+    while not world.open_attempts():
+        zero.step()
+    record = world.read(lambda tx: read_attempt(tx, DIRECTORY, 100))
+    attempt = Attempt(100, record)
+    arrival = Arrival(SimFile(world.next_id(), 1, ["A", 1, 100]), 0, 0)
+
+    def objected() -> bool:
+        world.transact(lambda tx: object_to(tx, one.me, attempt, ObjectionKind.ELSEWHERE, 101))
+        return bool(world.read(lambda tx: tx.scan(*keys.objections(DIRECTORY, record.attempt_id))))
+
+    def decision() -> Verdict | None:
+        seen = world.read(
+            lambda tx: survey(
+                tx, zero.namespace, zero.me, attempt, zero.memory, {0, 1}, liveness=False
+            )
+        )
+        return seen.decision  # type: ignore[no-any-return]  # a survey's
+
+    assert objected()
+    found = decision()
+    assert found is not None
+    assert found.outcome is Outcome.RANK_MISMATCH
+    world.transact(lambda tx: arrive(tx, one.namespace, one.me, attempt, arrival))
+    assert decision() is None
+    world.transact(lambda tx: fail(tx, zero.namespace, zero.me, attempt, found))
+    assert not objected()
     world.check_whole()
 
 
