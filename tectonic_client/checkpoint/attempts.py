@@ -187,7 +187,7 @@ def find_attempt(
     if namespace.step_directory(tx, step) is not None:
         raise step_exists(step)
     if leader is not None:
-        _check_leader(tx, namespace, me, leader, memory)
+        _check_leader(tx, namespace, me, step, leader, memory)
     if record is not None and record.is_open and record.run_id != me.run_id:
         if lives(namespace, tx, record.session):
             raise _in_progress(me, step, record)
@@ -202,8 +202,9 @@ def find_attempt(
 
 
 def _check_leader(
-    tx: ReadTransaction, namespace: Namespace, me: Identity, leader: MemberRecord, memory: Memory
-) -> None:
+    tx: ReadTransaction, namespace: Namespace, me: Identity, step: int, leader: MemberRecord,
+    memory: Memory,
+) -> None:  # fmt: skip
     """Raise where this rank can never be of one start with this rank 0, or that is dead."""
     if memory.leader not in (None, leader.token) or me.born_ns <= leader.fence_ns:
         raise stale(me, leader)
@@ -211,7 +212,7 @@ def _check_leader(
     ours = memory.leader == leader.token or leader.born_ns > me.born_ns
     if ours and not lives(namespace, tx, leader.session):
         who = describe(0, leader.hostname, leader.pid)
-        raise RanksMissing(f"{who} of run {me.run_id!r} died", (0,))
+        raise RanksMissing(f"step {step}: {who} of run {me.run_id!r} died before saving it", (0,))
 
 
 def _joinable(tx: ReadTransaction, namespace: Namespace, attempt: Attempt) -> Attempt | Wait:

@@ -38,7 +38,7 @@ from tectonic_client.checkpoint.decisions import (
     read_parts,
     survey,
 )
-from tectonic_client.checkpoint.members import Identity, Memory
+from tectonic_client.checkpoint.members import Identity, Memory, must_register, register
 from tectonic_client.checkpoint.port import Namespace, NewFile
 from tectonic_client.checkpoint.records import ObjectionKind, Outcome, PartRecord, Verdict
 from tectonic_client.errors import (
@@ -174,6 +174,12 @@ class Save:
     # --- entering -----------------------------------------------------------------------------
 
     def _enter(self) -> Generator[Request, Any, Attempt]:
+        must = yield from self._read(lambda tx: must_register(tx, self._me, self._memory))
+        if must:
+            yield from self._transact(
+                lambda tx: register(tx, self._namespace, self._me, saving=True)
+            )
+        self._memory.registered = True
         if self._me.rank != 0:
             return (yield from self._join())
         opened: Attempt = yield from self._transact(

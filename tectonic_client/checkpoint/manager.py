@@ -22,7 +22,7 @@ from tectonic_client.checkpoint.loading import LoadReport, load_state, read_stat
 from tectonic_client.checkpoint.members import Identity, Memory, leave, register
 from tectonic_client.checkpoint.names import check_rank, check_step
 from tectonic_client.checkpoint.rundirectory import RunDirectory
-from tectonic_client.checkpoint.runid import default_run_id
+from tectonic_client.checkpoint.runid import check_run_id, default_run_id
 from tectonic_client.checkpoint.saving import SaveReport, save_state
 from tectonic_client.errors import CheckpointError, Exists, NotFound
 from tectonic_client.limits import DEFAULT_CHECKPOINT_TIMEOUT_S, DEFAULT_MEMORY_LIMIT_BYTES
@@ -69,7 +69,8 @@ class CheckpointManager:
         self.rank = rank
         self.world_size = world_size
         self.directory = directory.rstrip("/") or "/"
-        self.run_id = run_id if run_id is not None else default_run_id()
+        self.run_id = default_run_id() if run_id is None else run_id
+        check_run_id(self.run_id)
         self._memory = Memory()
         options = VolumeOptions(memory_limit_bytes=memory_limit_bytes, client=f"rank {rank}")
         self._volume = BlockingVolume(meta_url, options)
@@ -88,7 +89,9 @@ class CheckpointManager:
             born_ns=await volume.kv.read(lambda tx: tx.now_ns()), pid=os.getpid(),
             hostname=this_host().name,
         )  # fmt: skip
-        await volume.kv.transact(lambda tx: register(tx, run_directory, identity, saving=False))
+        self._memory.registered = await volume.kv.transact(
+            lambda tx: register(tx, run_directory, identity, saving=False)
+        )
         return identity, run_directory
 
     # --- saving and loading -------------------------------------------------------------------

@@ -43,6 +43,9 @@ class Identity:
 class Memory:
     """What a manager remembers of the ranks between its saves."""
 
+    registered: bool = False
+    """Whether it has been the rank, and so may not become it again once it was replaced."""
+
     leader: int | None = None
     """Token of the rank 0 whose attempts it joins."""
 
@@ -90,6 +93,20 @@ def register(tx: Transaction, namespace: Namespace, me: Identity, *, saving: boo
     elif old is not None:
         fence_ns = old.fence_ns
     write_member(tx, me, fence_ns)
+    return True
+
+
+def must_register(tx: ReadTransaction, me: Identity, memory: Memory) -> bool:
+    """Whether this manager has to register before it saves.
+
+    Raises RankMismatch where another process took its rank over: what an earlier start has left
+    does not come back when its successor dies.
+    """
+    holder = read_member(tx, me, me.rank)
+    if holder is not None and holder.token == me.token:
+        return False
+    if memory.registered and (holder is None or holder.process != me.process):
+        require_member(me, holder)
     return True
 
 

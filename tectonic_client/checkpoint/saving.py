@@ -6,6 +6,7 @@ The upload of the rank's file and the protocol run side by side, so that a save 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Generator, Mapping
@@ -19,7 +20,7 @@ from tectonic_client.checkpoint.collective import Pause, Read, Request, Save, Tr
 from tectonic_client.checkpoint.index import check_metadata, encode_index, make_index
 from tectonic_client.checkpoint.layout import TREE_KEY, Shaped, lay_out
 from tectonic_client.checkpoint.leaves import wait_for_devices
-from tectonic_client.checkpoint.members import Identity, Memory, register
+from tectonic_client.checkpoint.members import Identity, Memory
 from tectonic_client.checkpoint.rundirectory import PendingFile, RunDirectory
 from tectonic_client.checkpoint.state import FlatState, flatten
 from tectonic_client.checkpoint.transfer import discard_file, write_bytes, write_file
@@ -87,7 +88,6 @@ async def save_state(
     """See `CheckpointManager.save`."""
     begun = time.perf_counter()
     check_metadata(metadata)
-    await volume.kv.transact(lambda tx: register(tx, directory, me, saving=True))
     upload: _Upload | None = None
     save = Save(
         directory, me, memory, step, attempt_id=await volume.ids.next_id(),
@@ -135,7 +135,14 @@ class _Driver:
         self.interrupt = trio.Event()
 
     async def run(self, steps: Generator[Request, Any, Attempt | None]) -> None:
-        """Run a generator of the protocol to its end. Raises what it raises."""
+        """Run a generator of the protocol to its end. Raises what it raises.
+
+        It is closed on the way out: a cancelled save is over before it is given up.
+        """
+        with contextlib.closing(steps):
+            await self._drive(steps)
+
+    async def _drive(self, steps: Generator[Request, Any, Attempt | None]) -> None:
         answer: Any = None
         failure: TectonicError | None = None
         while True:

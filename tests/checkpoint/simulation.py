@@ -280,7 +280,9 @@ class Process:
         """Make a manager: register."""
         while True:
             try:
-                yield Transact(lambda tx: register(tx, self.namespace, self.me, saving=False))
+                self.memory.registered = yield Transact(
+                    lambda tx: register(tx, self.namespace, self.me, saving=False)
+                )
             except UnknownOutcome:
                 continue
             return

@@ -20,7 +20,13 @@ from tectonic_client.checkpoint.decisions import (
     read_parts,
     survey,
 )
-from tectonic_client.checkpoint.members import leave, register
+from tectonic_client.checkpoint.members import (
+    leave,
+    must_register,
+    read_member,
+    register,
+    require_member,
+)
 from tectonic_client.checkpoint.names import INDEX_NAME, part_name
 from tectonic_client.checkpoint.records import ObjectionKind, Outcome, PartRecord, Verdict
 from tectonic_client.errors import (
@@ -355,6 +361,19 @@ def test_an_older_process_comes_late() -> None:
         world.transact(lambda tx: register(tx, old.namespace, old.me, saving=True))
 
 
+def test_a_rank_that_was_replaced_does_not_come_back() -> None:
+    """A process whose rank was taken over is refused also when its successor has died."""
+    world = World()
+    old = world.start(1, steps=(100, 200))[0]
+    while 100 not in old.results:
+        old.step()
+    (new,) = world.start(1, start="B")
+    register_all([new])
+    new.crash()
+    world.run()
+    assert "taken over by hostB" in error_of(old, RankMismatch, 200)
+
+
 def test_taken_over_while_writing() -> None:
     """A rank that is taken over after it joined an attempt cannot bring its part any more."""
     world = World()
@@ -371,7 +390,7 @@ def test_taken_over_while_writing() -> None:
 
 
 def test_a_second_manager_of_one_process() -> None:
-    """A second manager of a live process takes the rank over only when it saves itself."""
+    """Of two managers of one live process, the one that saves is the rank."""
     world = World()
     (first,) = world.start(2, ranks=(1,))
     (second,) = world.start(2, ranks=(1,))
@@ -386,13 +405,16 @@ def test_a_second_manager_of_one_process() -> None:
         )[0]
         return done
 
-    first.step()
     assert registered(first, False)
     assert not registered(second, False)
     assert registered(second, True)
-    first.step()
-    drain(first)
-    assert "another manager of this process" in error_of(first, RankMismatch)
+    first.memory.registered = True
+    holds = partial(must_register, me=first.me, memory=first.memory)
+    assert world.read(holds), "the first one may be the rank again"
+    assert registered(first, True)
+    assert not world.read(holds)
+    with pytest.raises(RankMismatch, match="another manager of this process"):
+        world.read(lambda tx: require_member(second.me, read_member(tx, second.me, 1)))
 
 
 def register_all(processes: Iterable[Process]) -> None:
@@ -673,7 +695,8 @@ def test_a_survivor_that_never_saved() -> None:
     world = World()
     old = world.start(2, start="A")
     register_all(old)
-    old[0].step()
+    while not world.open_attempts():
+        old[0].step()
     old[0].crash()
     (zero,) = world.start(2, ranks=(0,), start="B", timeout_s=600)
     while len(world.verdicts) < 2:
@@ -881,7 +904,8 @@ def test_a_lost_answer_to_the_opening() -> None:
     ranks = world.start(3)
     register_all(ranks)
     ranks[0].lose_answers = [True]
-    ranks[0].step()
+    while not world.open_attempts():
+        ranks[0].step()
     (attempt,) = world.open_attempts()
     ranks[0].wakes_at = world.now + 5
     while world.now < 1004:
