@@ -49,6 +49,9 @@ ALL_CASES: Final = (*CASES, MEMORY_CASE)
 
 _MOUNTED: Final = frozenset({MOUNT, MOUNT_FILE, NULL_FILE})
 
+_SEED: Final = 0
+"""Of the states' contents; each rank adds its number."""
+
 _FREE_STEPS: Final = 4
 """Steps' worth of space that must be free: each case removes its step, volumes a little later."""
 
@@ -77,8 +80,8 @@ def run_checkpoint(settings: Settings) -> Result:
             rows = run.throughput() + run.memory()
         config = {
             "directory": str(settings.directory), "ranks": settings.ranks,
-            "repeat": settings.repeat, "caches": caches.method(),
-            "direct_file_bytes": DIRECT_FILE_BYTES, "request_bytes": REQUEST_BYTES,
+            "bytes": settings.total_bytes, "repeat": settings.repeat, "seed": _SEED,
+            "caches": caches.method(), "direct_file_bytes": DIRECT_FILE_BYTES, "request_bytes": REQUEST_BYTES,
             "unavailable": unavailable, **run.facts,
         }  # fmt: skip
         return Result(
@@ -146,8 +149,8 @@ class _Run:
             places = self._places(names, stack)
             # Entered last: the ranks end before what they use is taken away.
             pool = stack.enter_context(self._ranks())
-            size_bytes = sum(pool.call(make_state, self._settings.total_bytes, 0))
-            self.facts["bytes"] = size_bytes
+            size_bytes = sum(pool.call(make_state, self._settings.total_bytes, _SEED))
+            self.facts["state_bytes"] = size_bytes
             cases = [self._open(name, places[name], pool, size_bytes) for name in names]
             rows = interleave(cases, self._settings.repeat, self._on_step)
             for case in cases:

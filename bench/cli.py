@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import logging
+import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from types import FrameType
 
 import click
 from rich.console import Console
@@ -29,8 +33,24 @@ _CASE_HELP = "\n".join(f"  {name:<12} {text}" for name, text in CASES.items())
 
 
 @click.group()
-def bench() -> None:
+@click.pass_context
+def bench(context: click.Context) -> None:
     """Measure, beside the raw device and other tools in the same run."""
+    context.with_resource(_terminated_like_interrupted())
+
+
+@contextmanager
+def _terminated_like_interrupted() -> Iterator[None]:
+    """Unmount and remove everything on SIGTERM too."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 @bench.command(

@@ -109,5 +109,6 @@ def _run(*arguments: str) -> str:
         [*_COMMAND, *arguments], capture_output=True, text=True, check=False, timeout=_TIMEOUT_S
     )
     if result.returncode != 0:
-        raise BenchError(f"tectonicfs {arguments[0]}: {result.stderr.strip()}")
+        said = result.stderr.strip().removeprefix("tectonicfs: ")
+        raise BenchError(f"tectonicfs {arguments[0]}: {said}")
     return result.stdout

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +18,7 @@ from bench.cli import bench as bench_command
 from bench.report import Bar, Result, Row
 
 _COMMAND = "from tectonic_client.cli.main import main; main()"
+_BENCH = (sys.executable, "-c", _COMMAND, "bench", "checkpoint")
 _MOUNTED = ("mount", "mount-file", "null-file")
 
 
@@ -23,7 +26,7 @@ def bench(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run the benchmark on two ranks with 4 MiB."""
     return subprocess.run(
         [
-            sys.executable, "-c", _COMMAND, "bench", "checkpoint", "--dir", str(directory),
+            *_BENCH, "--dir", str(directory),
             "--ranks", "2", "--bytes", "4MiB", "--repeat", "1", *arguments,
         ],
         capture_output=True, text=True, timeout=110, check=False,
@@ -65,6 +68,23 @@ def test_the_mounts_are_measured_and_unmounted(disk_path: Path) -> None:
     result = measure(disk_path, *_MOUNTED)
     assert {row["case"] for row in result["rows"]} == set(_MOUNTED)
     assert str(disk_path) not in Path("/proc/self/mountinfo").read_text()
+
+
+@pytest.mark.fuse
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_that_is_ended_cleans_up(number: signal.Signals, disk_path: Path) -> None:
+    """Ctrl-C and SIGTERM to the whole job end it with nothing mounted, running or left on disk."""
+    with subprocess.Popen(
+        [*_BENCH, "--dir", disk_path, "--bytes", "64MiB", "--repeat", "100", "--only", "mount"],
+        stderr=subprocess.PIPE, text=True, start_new_session=True,
+    ) as process:  # fmt: skip
+        assert process.stderr is not None
+        said = iter(process.stderr.readline, "")
+        assert any("repeat 1" in line for line in said)
+        os.killpg(process.pid, number)
+        assert list(said)[-1] == "tectonicfs: interrupted\n"
+    assert process.returncode == 130
+    assert list(disk_path.iterdir()) == []
 
 
 @pytest.mark.fuse
