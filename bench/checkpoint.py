@@ -81,8 +81,8 @@ def run_checkpoint(settings: Settings) -> Result:
         config = {
             "directory": str(settings.directory), "ranks": settings.ranks,
             "bytes": settings.total_bytes, "repeat": settings.repeat, "seed": _SEED,
-            "caches": caches.method(), "direct_file_bytes": DIRECT_FILE_BYTES, "request_bytes": REQUEST_BYTES,
-            "unavailable": unavailable, **run.facts,
+            "caches": caches.method(), "direct_file_bytes": DIRECT_FILE_BYTES,
+            "request_bytes": REQUEST_BYTES, "unavailable": unavailable, **run.facts,
         }  # fmt: skip
         return Result(
             "checkpoint", machine.commit(), machine.describe(scratch), config,
