@@ -12,6 +12,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import trio
 
@@ -23,7 +24,7 @@ from tectonic_client.blocks.writer import BlockWriter, Geometry
 from tectonic_client.chunkstore.open import initialise_store, normalise_store_url, open_store
 from tectonic_client.chunkstore.port import ChunkStore
 from tectonic_client.concurrency import unwrapped_groups
-from tectonic_client.errors import BadOption, TectonicError, VolumeExists
+from tectonic_client.errors import BadOption, DeadlineExceeded, TectonicError, VolumeExists
 from tectonic_client.filesystem.blocktable import BlockTable
 from tectonic_client.filesystem.chunkcache import ChunkCache
 from tectonic_client.filesystem.core import FileSystem
@@ -62,6 +63,7 @@ from tectonic_client.records import (
     VolumeRecord,
 )
 from tectonic_client.types import Owner
+from tectonic_client.upkeep.debris import Debris
 from tectonic_client.upkeep.leftovers import Cleaner
 
 _log = logging.getLogger(__name__)
@@ -238,6 +240,7 @@ class Volume:
     session_id: int
     ids: IdAllocator
     stores: StoreSet
+    debris: Debris
     pool: BufferPool
     writer: BlockWriter
     reader: BlockReader
@@ -256,12 +259,10 @@ async def open_volume(meta_url: str, options: VolumeOptions | None = None) -> As
     the first error of the last flush.
     """
     options = options or VolumeOptions()
-    raw = await trio.to_thread.run_sync(lambda: open_kv(meta_url, read_only=options.read_only))
-    try:
+    async with _connected(meta_url, options) as backend:
         with unwrapped_groups():
             async with trio.open_nursery() as nursery:
-                kv = AsyncKV(options.wrap_kv(raw))
-                volume = await _assemble(meta_url, options, kv, nursery)
+                volume = await _assemble(meta_url, options, backend, nursery)
                 volume.tasks.start(nursery, read_only=options.read_only)
                 try:
                     yield volume
@@ -271,47 +272,74 @@ async def open_volume(meta_url: str, options: VolumeOptions | None = None) -> As
                 else:
                     await _shut_down(volume)
                 finally:
+                    volume.cache.close()
                     nursery.cancel_scope.cancel()
+
+
+@dataclass(frozen=True, slots=True)
+class _Backend:
+    """What a client stands on: the engine, the stores, and what the volume's records say."""
+
+    kv: AsyncKV
+    record: VolumeRecord
+    store_records: list[StoreRecord]
+    stores: StoreSet
+    debris: Debris
+
+
+@asynccontextmanager
+async def _connected(meta_url: str, options: VolumeOptions) -> AsyncIterator[_Backend]:
+    """Open engine and stores, and close them when the last task that uses them has ended."""
+
+    def load(tx: ReadTransaction) -> tuple[VolumeRecord, list[StoreRecord]]:
+        return read_volume(tx, display_url(meta_url)), read_stores(tx)
+
+    raw = await trio.to_thread.run_sync(lambda: open_kv(meta_url, read_only=options.read_only))
+    try:
+        kv = AsyncKV(options.wrap_kv(raw))
+        record, store_records = await kv.read(load)
+        debris = Debris()
+        stores = StoreSet(
+            await trio.to_thread.run_sync(_open_stores, store_records, record, options, debris)
+        )
+        try:
+            yield _Backend(kv, record, store_records, stores, debris)
+        finally:
+            with trio.CancelScope(shield=True):
+                await stores.close()
     finally:
         with trio.CancelScope(shield=True):
             await trio.to_thread.run_sync(raw.close)
 
 
 async def _assemble(
-    meta_url: str, options: VolumeOptions, kv: AsyncKV, nursery: trio.Nursery
+    meta_url: str, options: VolumeOptions, backend: _Backend, nursery: trio.Nursery
 ) -> Volume:
     """Build everything that a client consists of, from the ground up."""
-
-    def load(tx: ReadTransaction) -> tuple[VolumeRecord, list[StoreRecord]]:
-        return read_volume(tx, display_url(meta_url)), read_stores(tx)
-
-    record, store_records = await kv.read(load)
-    opened = await trio.to_thread.run_sync(lambda: _open_stores(store_records, record, options))
-    stores = StoreSet(opened)
-    session_id = 0
-    if not options.read_only:
-        session_id = await kv.transact(lambda tx: sessions.open_session(tx, options.client))
-    ids = IdAllocator(kv, session_id)
+    kv, record, stores = backend.kv, backend.record, backend.stores
     pool = BufferPool(_pool_bytes(options, record), record.chunk_bytes)
     geometry = Geometry(record.block_bytes, record.chunk_bytes, record.codec, record.level)
-    writer = BlockWriter(record.uuid, geometry, stores, store_records, pool)
+    writer = BlockWriter(record.uuid, geometry, stores, backend.store_records, pool)
     reader = BlockReader(record.uuid, stores, pool)
     cache = ChunkCache(reader, pool, record.chunk_bytes, nursery)
     signals = Signals()
     pool.on_pressure = signals.memory_wanted
+    session_id = 0
+    if not options.read_only:  # from here on nothing may fail: the session would stay
+        session_id = await kv.transact(lambda tx: sessions.open_session(tx, options.client))
+    ids = IdAllocator(kv, session_id)
     services = FileServices(
-        kv=kv, session_id=session_id, write=WriteServices(writer, pool, ids.next_id, nursery),
+        kv=kv, session_id=session_id, stores=stores,
+        write=WriteServices(writer, pool, ids.next_id, nursery, backend.debris.note),
         reader=reader, cache=cache, table=BlockTable(kv), chunk_bytes=record.chunk_bytes,
         on_blocks_freed=signals.blocks_freed,
     )  # fmt: skip
-    filesystem = FileSystem(
-        services, ids, stores, read_only=options.read_only, on_orphan=signals.orphaned
-    )
+    filesystem = FileSystem(services, ids, read_only=options.read_only, on_orphan=signals.orphaned)
     cleaner = Cleaner(kv, stores, session_id, filesystem.files.is_open)
     tasks = BackgroundTasks(kv, session_id, filesystem, cleaner, cache, pool, signals)
     return Volume(
         url=meta_url, record=record, options=options, kv=kv, session_id=session_id, ids=ids,
-        stores=stores, pool=pool, writer=writer, reader=reader, cache=cache,
+        stores=stores, debris=backend.debris, pool=pool, writer=writer, reader=reader, cache=cache,
         filesystem=filesystem, cleaner=cleaner, tasks=tasks, nursery=nursery,
     )  # fmt: skip
 
@@ -329,14 +357,14 @@ def _pool_bytes(options: VolumeOptions, record: VolumeRecord) -> int:
 
 
 def _open_stores(
-    records: list[StoreRecord], volume: VolumeRecord, options: VolumeOptions
+    records: list[StoreRecord], volume: VolumeRecord, options: VolumeOptions, debris: Debris
 ) -> dict[int, ChunkStore]:
     """Open every store of the volume, or none."""
     opened: dict[int, ChunkStore] = {}
     try:
         for record in records:
             store = open_store(record, volume.uuid, read_only=options.read_only)
-            opened[record.store_id] = options.wrap_store(store)
+            opened[record.store_id] = debris.watch(options.wrap_store(store))
     except TectonicError:
         for store in opened.values():
             store.close()
@@ -353,20 +381,38 @@ async def _shut_down_after_error(volume: Volume) -> None:
 
 
 async def _shut_down(volume: Volume) -> None:
-    """Flush everything, leave the session, give back memory; errors of the flush are raised.
+    """Flush everything and leave the session; raises the first error of the flush.
 
     Shielded, with a deadline of its own: cancelling a client never loses dirty data.
     """
+    if volume.options.read_only:
+        return
+    failure: TectonicError | None = DeadlineExceeded(
+        f"volume {volume.record.name!r} could not be flushed within {SHUTDOWN_DEADLINE_S:.0f} s:"
+        " what was not flushed is lost"
+    )
     with trio.CancelScope(shield=True, deadline=trio.current_time() + SHUTDOWN_DEADLINE_S):
         try:
-            if not volume.options.read_only:
-                await volume.filesystem.sync(durable=False)
-                await volume.tasks.reclaim_orphans()
-                await volume.cleaner.delete_dead_blocks()
-                leases = volume.ids.leases
-                await volume.kv.transact(
-                    lambda tx: sessions.end_session(tx, volume.session_id, leases)
-                )
-        finally:
-            volume.cache.clear()
-            await volume.stores.close()
+            await volume.filesystem.sync(durable=False)
+            failure = None
+        except TectonicError as error:
+            failure = error
+        await _leave(volume, everything_flushed=failure is None)
+    if failure is not None:
+        raise failure
+
+
+async def _leave(volume: Volume, *, everything_flushed: bool) -> None:
+    """End the session. What fails here is left to the next client, as after a crash."""
+    # What could not be flushed may lie in the stores, under any lease.
+    leases = volume.debris.clean_leases(volume.ids.leases) if everything_flushed else []
+    end_session = partial(sessions.end_session, session_id=volume.session_id, leases=leases)
+    for step in (
+        volume.tasks.reclaim_orphans,
+        volume.cleaner.delete_dead_blocks,
+        partial(volume.kv.transact, end_session),
+    ):
+        try:
+            await step()
+        except TectonicError as error:
+            _log.warning("closing volume %r: %s", volume.record.name, error)

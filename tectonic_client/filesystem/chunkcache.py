@@ -51,6 +51,7 @@ class ChunkCache:
         self._nursery = nursery
         self._capacity = max(1, int(pool.capacity_bytes * CHUNK_CACHE_SHARE) // chunk_bytes)
         self._lines: OrderedDict[tuple[int, int], Line] = OrderedDict()
+        self._closed = False
         self.hits = 0
         self.misses = 0
 
@@ -113,6 +114,8 @@ class ChunkCache:
             line.loaded = await self._reader.read_chunk_range(
                 block_id, record, index, 0, length, context=context
             )
+            if self._closed:
+                self.clear()
         except TectonicError as error:
             line.error = error
             self._lines.pop(key, None)
@@ -141,6 +144,11 @@ class ChunkCache:
         return False
 
     def clear(self) -> None:
-        """Give back all memory (at the end, when nothing is loading)."""
+        """Give back the memory of all lines that nobody waits for."""
         while self.evict_one():
             pass
+
+    def close(self) -> None:
+        """Give back all memory; what is still loading follows when it has ended."""
+        self._closed = True
+        self.clear()

@@ -15,7 +15,6 @@ from collections.abc import Callable
 
 import trio
 
-from tectonic_client.blocks.stores import StoreSet
 from tectonic_client.errors import CorruptionError, NotFound, ReadOnly, TectonicError
 from tectonic_client.filesystem import namespace
 from tectonic_client.filesystem.files import Bytes, Files, FileServices
@@ -24,7 +23,13 @@ from tectonic_client.filesystem.openinode import DirectoryHandle, FileHandle, Ha
 from tectonic_client.filesystem.paths import path_of, resolve
 from tectonic_client.limits import SCAN_PAGE_ROWS
 from tectonic_client.metadata.ids import IdAllocator
-from tectonic_client.metadata.inodes import read_attributes, read_directory, read_symlink
+from tectonic_client.metadata.inodes import (
+    attributes_of,
+    read_attributes,
+    read_directory,
+    read_symlink,
+)
+from tectonic_client.records import InodeRecord
 from tectonic_client.types import (
     AttributeChanges,
     Attributes,
@@ -44,7 +49,6 @@ class FileSystem:
         self,
         services: FileServices,
         ids: IdAllocator,
-        stores: StoreSet,
         *,
         read_only: bool,
         on_orphan: Callable[[int], None],
@@ -52,10 +56,10 @@ class FileSystem:
         self._kv = services.kv
         self._session_id = services.session_id
         self._chunk_bytes = services.chunk_bytes
-        self._files = Files(services)
+        self._files = Files(services, self._closed)
         self._handles = HandleTable()
         self._ids = ids
-        self._stores = stores
+        self._stores = services.stores
         self._read_only = read_only
         self._on_orphan = on_orphan
         self._orphans: set[int] = set()
@@ -88,12 +92,18 @@ class FileSystem:
         self, parent: int, name: bytes, mode: int, owner: Owner, rdev: int = 0
     ) -> Attributes:
         """A new inode of the type in `mode` (S_IFREG where it has none)."""
+        mode = mode if stat.S_IFMT(mode) else mode | stat.S_IFREG
+        return attributes_of(*await self._create(parent, name, mode, owner, rdev))
+
+    async def _create(
+        self, parent: int, name: bytes, mode: int, owner: Owner, rdev: int = 0
+    ) -> tuple[int, InodeRecord]:
         actor = self._actor()
         inode = await self._ids.next_id()
-        mode = mode if stat.S_IFMT(mode) else mode | stat.S_IFREG
-        return await self._kv.transact(
+        record = await self._kv.transact(
             lambda tx: namespace.create(tx, parent, name, inode, mode, owner, actor, rdev)
         )
+        return inode, record
 
     async def mkdir(self, parent: int, name: bytes, mode: int, owner: Owner) -> Attributes:
         """A new directory."""
@@ -103,9 +113,10 @@ class FileSystem:
         """A new symbolic link."""
         actor = self._actor()
         inode = await self._ids.next_id()
-        return await self._kv.transact(
+        record = await self._kv.transact(
             lambda tx: namespace.symlink(tx, parent, name, inode, target, owner, actor)
         )
+        return attributes_of(inode, record)
 
     async def readlink(self, inode: int) -> bytes:
         """Target of a symbolic link."""
@@ -150,6 +161,11 @@ class FileSystem:
         else:
             self._on_orphan(inode)
 
+    def _closed(self, inode: int) -> None:
+        if inode in self._orphans:
+            self._orphans.discard(inode)
+            self._on_orphan(inode)
+
     # --- attributes ---------------------------------------------------------------------------
 
     async def getattr(self, inode: int) -> Attributes:
@@ -183,8 +199,9 @@ class FileSystem:
     ) -> tuple[Attributes, int]:
         """A new regular file, open. Raises Exists whether or not O_EXCL is among the flags."""
         mode = stat.S_IFREG | stat.S_IMODE(mode)
-        attributes = await self.mknod(parent, name, mode, owner)
-        return attributes, await self.open(attributes.inode, flags & ~os.O_TRUNC)
+        inode, record = await self._create(parent, name, mode, owner)
+        handle = self._files.open_new(inode, record, flags)
+        return attributes_of(inode, record), self._handles.add(handle)
 
     async def open(self, inode: int, flags: int) -> int:
         """Handle of a regular file."""
@@ -192,7 +209,11 @@ class FileSystem:
             self._actor()
         handle = await self._files.open(inode, flags)
         if flags & os.O_TRUNC:
-            await self._files.truncate(inode, 0, time.time_ns())
+            try:
+                await self._files.truncate(inode, 0, time.time_ns())
+            except BaseException:
+                await self._files.close(handle)
+                raise
         return self._handles.add(handle)
 
     async def read(self, handle: int, offset: int, size: int) -> Bytes:
@@ -230,13 +251,7 @@ class FileSystem:
         """Close a handle. Errors of the last flush are raised; the handle is gone in any case."""
         opened = self._handles.file(handle)
         self._handles.remove(handle)
-        inode = opened.state.inode
-        try:
-            await self._files.close(opened, discard=self._is_orphan(opened))
-        finally:
-            if inode in self._orphans and not self._files.is_open(inode):
-                self._orphans.discard(inode)
-                self._on_orphan(inode)
+        await self._files.close(opened, discard=self._is_orphan(opened))
 
     def _is_orphan(self, handle: FileHandle) -> bool:
         return handle.state.inode in self._orphans

@@ -9,26 +9,32 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from functools import partial
 
 import trio
 
 from tectonic_client.blocks.reader import BlockReader
+from tectonic_client.blocks.stores import StoreSet
+from tectonic_client.chunkstore.port import ChunkKey, ChunkStore
 from tectonic_client.errors import (
     BadHandle,
     ChunkMissing,
     FileTooLarge,
     InvalidArgument,
     IsDirectory,
+    SessionLost,
     StaleHandle,
     TectonicError,
+    UnknownOutcome,
 )
 from tectonic_client.extents import Extent
 from tectonic_client.filesystem.blocktable import BlockTable
 from tectonic_client.filesystem.chunkcache import ChunkCache
 from tectonic_client.filesystem.openinode import FileHandle, OpenInode
+from tectonic_client.filesystem.pieces import Piece, pieces_between
 from tectonic_client.filesystem.writelog import WriteLog, WriteServices
 from tectonic_client.kv.executor import AsyncKV
 from tectonic_client.kv.port import ReadTransaction, Transaction
@@ -39,6 +45,7 @@ from tectonic_client.limits import (
     SEQUENTIAL_SLACK_BYTES,
 )
 from tectonic_client.metadata import files as file_layer
+from tectonic_client.metadata.blocks import named_blocks
 from tectonic_client.metadata.inodes import read_inode, write_inode
 from tectonic_client.metadata.sessions import heartbeat, require_session
 from tectonic_client.records import BlockRecord, InodeRecord
@@ -52,6 +59,7 @@ class FileServices:
 
     kv: AsyncKV
     session_id: int
+    stores: StoreSet
     write: WriteServices
     reader: BlockReader
     cache: ChunkCache
@@ -60,22 +68,15 @@ class FileServices:
     on_blocks_freed: Callable[[], None]
 
 
-class _Piece(NamedTuple):
-    """A run of file bytes inside one chunk."""
-
-    file_offset: int
-    length: int
-    block_id: int
-    chunk: int
-    chunk_offset: int
-    pending: bool
-
-
 class Files:
-    """All inodes that this client has open. Used from the event loop only."""
+    """All inodes that this client has open. Used from the event loop only.
 
-    def __init__(self, services: FileServices) -> None:
+    `on_last_close` is told of each inode that is not open any more.
+    """
+
+    def __init__(self, services: FileServices, on_last_close: Callable[[int], None]) -> None:
         self._services = services
+        self._on_last_close = on_last_close
         self._open: dict[int, OpenInode] = {}
 
     # --- opening ------------------------------------------------------------------------------
@@ -98,15 +99,19 @@ class Files:
 
         Raises StaleHandle, IsDirectory, InvalidArgument for what is no regular file.
         """
-        state = self._open.get(inode)
-        if state is None:
-            state = self._open[inode] = OpenInode(inode, WriteLog(self._services.write))
-        state.users += 1
+        state = self._enter(inode)
         try:
             await self._reload(state)
         except BaseException:
             self._leave(state)
             raise
+        return FileHandle(state, flags, state.failures)
+
+    def open_new(self, inode: int, record: InodeRecord, flags: int) -> FileHandle:
+        """A handle to a regular file that was just created; never waits or fails."""
+        state = self._enter(inode)
+        if state.record is None:  # else somebody has already found and opened it
+            state.refresh(record, [])
         return FileHandle(state, flags, state.failures)
 
     async def _reload(self, state: OpenInode) -> None:
@@ -130,22 +135,33 @@ class Files:
             state.refresh(record, extents)
 
     async def close(self, handle: FileHandle, *, discard: bool = False) -> None:
-        """Drop a handle; the last one flushes what is left, or discards it (a removed file)."""
+        """Drop a handle; the last one flushes what is left, or discards it (a removed file).
+
+        Not cut short by cancellation. What cannot be flushed is lost with the error.
+        """
         state = handle.state
-        try:
-            if state.users == 1 and discard:
+        with trio.CancelScope(shield=True):
+            try:
+                if state.users == 1 and not discard:
+                    await self.flush_handle(handle)
+            finally:
                 async with state.lock:
-                    await state.log.abandon()
-                    self._settle(state)
-            elif state.users == 1:
-                await self.flush_handle(handle)
-        finally:
-            self._leave(state)
+                    if state.users == 1:
+                        await self._drop_log(state)
+                self._leave(state)
+
+    def _enter(self, inode: int) -> OpenInode:
+        state = self._open.get(inode)
+        if state is None:
+            state = self._open[inode] = OpenInode(inode, WriteLog(self._services.write))
+        state.users += 1
+        return state
 
     def _leave(self, state: OpenInode) -> None:
         state.users -= 1
         if not state.users:
             self._open.pop(state.inode, None)
+            self._on_last_close(state.inode)
 
     # --- writing ------------------------------------------------------------------------------
 
@@ -170,8 +186,11 @@ class Files:
     async def _append(self, state: OpenInode, offset: int, data: memoryview) -> None:
         try:
             placed = await state.log.append(data)
-        except TectonicError as error:
-            await self._lose(state, error)
+        except BaseException:
+            if state.log.error is not None:
+                await self._lose(state, state.log.error)
+            elif not state.dirty:
+                await self._drop_log(state)  # else nobody would ever flush what it holds
             raise
         for run in placed:
             state.pending.insert(Extent(offset, run.length, run.block_id, run.block_offset))
@@ -185,15 +204,11 @@ class Files:
         """Unflushed bytes cannot be stored: back to what is published."""
         state.failure = error
         state.failures += 1
-        await state.log.abandon()
-        self._settle(state)
-        if state.record is not None:
-            state.size = state.record.size
+        await self._drop_log(state)
 
-    def _settle(self, state: OpenInode) -> None:
-        state.pending = type(state.pending)()
-        state.mtime_ns = None
-        state.dirty_since = None
+    async def _drop_log(self, state: OpenInode) -> None:
+        await state.log.abandon()
+        state.settle()
 
     # --- flushing -----------------------------------------------------------------------------
 
@@ -207,8 +222,9 @@ class Files:
     async def flush(self, state: OpenInode, *, durable: bool = False) -> None:
         """Publish everything written so far; with `durable` it survives power loss (fsync).
 
-        Raises the error of a put (those bytes are lost), and what the metadata engine raises (the
-        bytes are kept for another try).
+        Raises the error of a put, StaleHandle where the file was removed and SessionLost (those
+        bytes are lost), and what else the metadata engine raises (the bytes are kept for another
+        try).
         """
         async with state.lock:
             if state.dirty:
@@ -231,23 +247,37 @@ class Files:
         extents = list(state.pending)
         used = {extent.block_id for extent in extents}
         blocks = {block_id: record for block_id, record in sealed.items() if block_id in used}
-        size, mtime_ns = state.size, state.mtime_ns or time.time_ns()
-
-        def publish(tx: Transaction) -> InodeRecord:
-            return _publish_file(
-                tx, self._services.session_id, state.inode, blocks, extents, size, mtime_ns
-            )
-
-        record = await self._services.kv.transact(publish, durable=durable)
-        await state.log.discard_unused(used)
-        state.log.clear()
-        for extent in extents:
-            state.extents.insert(extent)
-        state.record = record
+        in_doubt = state.log.in_doubt
+        vanished = await self._vanished({i: blocks[i] for i in in_doubt & used})
+        update = _Update(
+            self._services.session_id, state.inode, blocks, extents, in_doubt, vanished,
+            state.mtime_ns or time.time_ns(),
+        )  # fmt: skip
+        try:
+            record = await self._services.kv.transact(update.publish, durable=durable)
+        except UnknownOutcome:
+            state.log.doubt(blocks)
+            raise
+        except (SessionLost, StaleHandle) as error:
+            await self._lose(state, error)
+            raise
+        discard_unused = state.log.clear(published=blocks)
+        state.published(record, extents)
         self._services.table.add(blocks)
-        self._settle(state)
-        state.size = record.size
         self._services.on_blocks_freed()
+        await discard_unused()
+
+    async def _vanished(self, in_doubt: Mapping[int, BlockRecord]) -> set[int]:
+        """Those of the blocks in doubt that were published, and deleted again meanwhile."""
+        vanished = set()
+        for block_id, record in in_doubt.items():
+            try:
+                await self._services.stores.run(
+                    record.places[0].store_id, partial(_head, ChunkKey(block_id, 0))
+                )
+            except ChunkMissing:
+                vanished.add(block_id)
+        return vanished
 
     # --- truncating ---------------------------------------------------------------------------
 
@@ -255,32 +285,30 @@ class Files:
         """Set the size; bytes beyond it are gone, bytes that it adds read as zeros."""
         if size < 0 or size > MAX_FILE_BYTES:
             raise FileTooLarge(f"{size} bytes are too large for a file")
-        state = self._open.get(inode)
-        if state is None:
-            await self._truncate_published(inode, size, now_ns)
-            return
-        async with state.lock:
-            if state.dirty:
-                await self._publish(state, durable=False)
-            record = await self._truncate_published(inode, size, now_ns)
-            extents = await self._services.kv.read(lambda tx: file_layer.read_extents(tx, inode))
-            state.refresh(record, extents)
-
-    async def _truncate_published(self, inode: int, size: int, now_ns: int) -> InodeRecord:
-        def cut(tx: Transaction) -> InodeRecord:
-            require_session(tx, self._services.session_id)
-            record = read_inode(tx, inode)
-            if record.is_directory:
-                raise IsDirectory(f"inode {inode} is a directory")
-            if size < record.size:
-                file_layer.cut(tx, inode, size)
-            record = replace(record, size=size, mtime_ns=now_ns, ctime_ns=now_ns)
-            write_inode(tx, inode, record)
-            return record
-
-        record = await self._services.kv.transact(cut)
+        # Entered, so that whoever opens the file meanwhile waits and sees the new size.
+        state = self._enter(inode)
+        try:
+            async with state.lock:
+                if state.dirty:
+                    await self._publish(state, durable=False)
+                set_size = partial(self._set_size, inode, size, now_ns)
+                state.refresh(*await self._services.kv.transact(set_size))
+        finally:
+            self._leave(state)
         self._services.on_blocks_freed()
-        return record
+
+    def _set_size(
+        self, inode: int, size: int, now_ns: int, tx: Transaction
+    ) -> tuple[InodeRecord, list[Extent]]:
+        require_session(tx, self._services.session_id)
+        record = read_inode(tx, inode)
+        if record.is_directory:
+            raise IsDirectory(f"inode {inode} is a directory")
+        if size < record.size:
+            file_layer.cut(tx, inode, size)
+        record = replace(record, size=size, mtime_ns=now_ns, ctime_ns=now_ns)
+        write_inode(tx, inode, record)
+        return record, file_layer.read_extents(tx, inode)
 
     # --- reading ------------------------------------------------------------------------------
 
@@ -293,45 +321,61 @@ class Files:
         if not handle.readable:
             raise BadHandle("the file is not open for reading")
         state = handle.state
-        for last_try in (False, True):
+        sequential = self._note_position(handle, offset, size)
+        while True:
             length = min(size, state.size - offset)
             if length <= 0 or offset < 0:
                 return b""
+            seen = state.version
             try:
-                return await self._read_now(handle, offset, length)
+                return await self._read_now(state, offset, length, sequential=sequential)
             except ChunkMissing:
-                # Another client may have replaced what this one still believed in.
-                if last_try or not await self._changed_elsewhere(state):
+                # What was being read may have been replaced, by this client or another one.
+                if state.version == seen and not await self._changed_elsewhere(state):
                     raise
-        raise AssertionError("unreachable")
 
     async def _changed_elsewhere(self, state: OpenInode) -> bool:
-        before = [extent.block_id for extent in state.extents]
+        """Load the extents again; whether that made a difference."""
+        await self.flush(state)
+        seen = state.version
         try:
             await self._reload(state)
         except StaleHandle:
             return False
-        return before != [extent.block_id for extent in state.extents]
+        return state.version != seen
 
-    async def _read_now(self, handle: FileHandle, offset: int, length: int) -> Bytes:
-        state = handle.state
-        pieces = list(self._pieces(state, offset, offset + length))
-        if any(p.pending and state.log.find(p.block_id, p.chunk) is None for p in pieces):
-            # Unpublished and no longer in memory: publish, then it is read like anything else.
-            await self.flush(state)
-            pieces = list(self._pieces(state, offset, offset + length))
-        sequential = self._note_position(handle, offset, length)
-        if len(pieces) == 1 and pieces[0].length == length:
-            whole = self._in_memory(state, pieces[0])
-            if whole is not None:
-                if sequential:
-                    await self._read_ahead(state, offset + length)
-                    whole = self._in_memory(state, pieces[0])
-                if whole is not None:
-                    return whole
+    async def _read_now(
+        self, state: OpenInode, offset: int, length: int, *, sequential: bool
+    ) -> Bytes:
+        pieces = await self._readable_pieces(state, offset, length)
+        whole = self._whole(state, pieces, length)
+        if whole is not None and sequential:
+            await self._read_ahead(state, offset + length)
+            # What was in memory may have left it, or have been overwritten, meanwhile.
+            pieces = await self._readable_pieces(state, offset, length)
+            whole = self._whole(state, pieces, length)
+        if whole is not None:
+            return whole
         return await self._gather(state, pieces, offset, length, sequential=sequential)
 
-    def _in_memory(self, state: OpenInode, piece: _Piece) -> memoryview | None:
+    async def _readable_pieces(self, state: OpenInode, offset: int, length: int) -> list[Piece]:
+        """Where the bytes lie: published, or still in memory until the next await."""
+        while True:
+            pieces = list(
+                pieces_between(state, self._services.chunk_bytes, offset, offset + length)
+            )
+            if all(not p.pending or state.log.find(p.block_id, p.chunk) for p in pieces):
+                return pieces
+            # Unpublished and no longer in memory: publish, then it is read like anything else.
+            await self.flush(state)
+
+    def _whole(self, state: OpenInode, pieces: list[Piece], length: int) -> memoryview | None:
+        """The bytes, where they are one piece of memory."""
+        if len(pieces) != 1 or pieces[0].length != length:
+            return None
+        return self._in_memory(state, pieces[0])
+
+    def _in_memory(self, state: OpenInode, piece: Piece) -> memoryview | None:
         start, end = piece.chunk_offset, piece.chunk_offset + piece.length
         if not piece.pending:
             return self._services.cache.peek(piece.block_id, piece.chunk, start, end)
@@ -339,7 +383,7 @@ class Files:
         return None if chunk is None else chunk[start:end]
 
     async def _gather(
-        self, state: OpenInode, pieces: list[_Piece], offset: int, length: int, *, sequential: bool
+        self, state: OpenInode, pieces: list[Piece], offset: int, length: int, *, sequential: bool
     ) -> Bytes:
         result = bytearray(length)
         target = memoryview(result)
@@ -363,7 +407,7 @@ class Files:
         return result
 
     async def _fetch(
-        self, state: OpenInode, piece: _Piece, record: BlockRecord, target: memoryview,
+        self, state: OpenInode, piece: Piece, record: BlockRecord, target: memoryview,
         *, whole_chunk: bool,
     ) -> None:  # fmt: skip
         context = f"inode {state.inode}"
@@ -397,48 +441,49 @@ class Files:
             return
         ahead = [
             piece
-            for piece in self._pieces(state, position, end)
+            for piece in pieces_between(state, self._services.chunk_bytes, position, end)
             if not piece.pending and not self._services.cache.has(piece.block_id, piece.chunk)
         ]
         if not ahead:
             return
-        records = await self._services.table.load(piece.block_id for piece in ahead)
-        for piece in ahead:
-            self._services.cache.prefetch(
-                piece.block_id, records[piece.block_id], piece.chunk, f"inode {state.inode}"
-            )
-
-    def _pieces(self, state: OpenInode, start: int, end: int) -> Iterator[_Piece]:
-        """Chunk by chunk what lies where between two file offsets; holes are left out."""
-        position = start
-        for extent in state.pending.lookup(start, end):
-            yield from self._cut(state.extents.lookup(position, extent.file_offset), False)
-            yield from self._cut((extent,), True)
-            position = extent.file_offset + extent.length
-        yield from self._cut(state.extents.lookup(position, end), False)
-
-    def _cut(self, extents: Iterable[Extent], pending: bool) -> Iterator[_Piece]:
-        chunk_bytes = self._services.chunk_bytes
-        for extent in extents:
-            done = 0
-            while done < extent.length:
-                index, within = divmod(extent.block_offset + done, chunk_bytes)
-                count = min(extent.length - done, chunk_bytes - within)
-                yield _Piece(
-                    extent.file_offset + done, count, extent.block_id, index, within, pending
+        # An error is told to whoever reads that far, if anybody does.
+        with suppress(TectonicError):
+            records = await self._services.table.load(piece.block_id for piece in ahead)
+            for piece in ahead:
+                self._services.cache.prefetch(
+                    piece.block_id, records[piece.block_id], piece.chunk, f"inode {state.inode}"
                 )
-                done += count
 
 
-def _publish_file(
-    tx: Transaction, session_id: int, inode: int, blocks: dict[int, BlockRecord],
-    extents: list[Extent], size: int, mtime_ns: int,
-) -> InodeRecord:  # fmt: skip
-    """Publish a file's new bytes; running it again after an unknown outcome changes nothing."""
-    require_session(tx, session_id)
-    record = read_inode(tx, inode)
-    if not file_layer.is_published(tx, blocks):
-        file_layer.publish(tx, inode, blocks, extents)
-    record = replace(record, size=max(size, record.size), mtime_ns=mtime_ns, ctime_ns=mtime_ns)
-    write_inode(tx, inode, record)
-    return record
+@dataclass(frozen=True, slots=True)
+class _Update:
+    """What a flush publishes. Of blocks in doubt only that which no earlier try has published."""
+
+    session_id: int
+    inode: int
+    blocks: Mapping[int, BlockRecord]
+    extents: Sequence[Extent]
+    in_doubt: Collection[int]
+    vanished: Collection[int]
+    mtime_ns: int
+
+    def publish(self, tx: Transaction) -> InodeRecord:
+        """Returns the inode's new record. Raises SessionLost, StaleHandle."""
+        require_session(tx, self.session_id)
+        record = read_inode(tx, self.inode)
+        done = {*self.vanished, *named_blocks(tx, list(self.in_doubt))}
+        blocks = {block_id: new for block_id, new in self.blocks.items() if block_id not in done}
+        extents = [extent for extent in self.extents if extent.block_id not in done]
+        if not extents:
+            return record
+        file_layer.publish(tx, self.inode, blocks, extents)
+        record = replace(
+            record, size=max(extents[-1].end, record.size), mtime_ns=self.mtime_ns,
+            ctime_ns=self.mtime_ns,
+        )  # fmt: skip
+        write_inode(tx, self.inode, record)
+        return record
+
+
+def _head(key: ChunkKey, store: ChunkStore) -> int:
+    return store.head(key)

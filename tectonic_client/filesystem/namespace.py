@@ -145,7 +145,7 @@ def new_inode(
 def create(
     tx: Transaction, parent: int, name: bytes, inode: int, mode: int, owner: Owner, actor: Actor,
     rdev: int = 0,
-) -> Attributes:  # fmt: skip
+) -> InodeRecord:  # fmt: skip
     """A new inode of the type in `mode` under a new name. Raises Exists, NotFound, ..."""
     check_name(name)
     require_session(tx, actor.session_id)
@@ -156,22 +156,22 @@ def create(
     if record.is_directory:
         count_subdirectory(tx, parent, actor.session_id, +1)
     touch_directory(tx, parent, actor.session_id, actor.now_ns)
-    return attributes_of(inode, record)
+    return record
 
 
 def symlink(
     tx: Transaction, parent: int, name: bytes, inode: int, target: bytes, owner: Owner, actor: Actor
-) -> Attributes:
+) -> InodeRecord:
     """A new symbolic link."""
     if len(target) > MAX_SYMLINK_BYTES:
         raise NameTooLong(f"symbolic link of {len(target)} bytes, at most {MAX_SYMLINK_BYTES}")
     if not target or b"\x00" in target:
         raise InvalidArgument("a symbolic link needs a target without NUL bytes")
-    create(tx, parent, name, inode, stat.S_IFLNK | 0o777, owner, actor)
+    record = create(tx, parent, name, inode, stat.S_IFLNK | 0o777, owner, actor)
     write_symlink(tx, inode, target)
-    record = replace(read_inode(tx, inode), size=len(target))
+    record = replace(record, size=len(target))
     write_inode(tx, inode, record)
-    return attributes_of(inode, record)
+    return record
 
 
 def link(tx: Transaction, inode: int, parent: int, name: bytes, actor: Actor) -> Attributes:

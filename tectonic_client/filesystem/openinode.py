@@ -30,6 +30,8 @@ class OpenInode:
         self.record: InodeRecord | None = None
         self.extents = ExtentMap()
         """Published extents, as last read or written by this client."""
+        self.version = 0
+        """Changes with the published extents."""
         self.pending = ExtentMap()
         """Extents of the log, over the published ones."""
         self.size = 0
@@ -44,11 +46,28 @@ class OpenInode:
     def refresh(self, record: InodeRecord, extents: list[Extent]) -> None:
         """Take over what the metadata says (no unflushed bytes may be pending)."""
         assert self.mtime_ns is None
-        self.record = record
-        self.size = record.size
-        self.extents = ExtentMap()
+        before, self.extents = self.extents, ExtentMap()
         for extent in extents:
             self.extents.insert(extent)
+        self.version += list(before) != list(self.extents)
+        self.record = record
+        self.size = record.size
+
+    def published(self, record: InodeRecord, extents: list[Extent]) -> None:
+        """These pending extents are published now, and nothing is pending any more."""
+        for extent in extents:
+            self.extents.insert(extent)
+        self.version += 1
+        self.record = record
+        self.settle()
+
+    def settle(self) -> None:
+        """Nothing is pending: it was published or given up."""
+        self.pending = ExtentMap()
+        self.mtime_ns = None
+        self.dirty_since = None
+        if self.record is not None:
+            self.size = self.record.size
 
     @property
     def dirty(self) -> bool:

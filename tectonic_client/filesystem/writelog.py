@@ -6,15 +6,19 @@ which file bytes lie where, so a random write costs an append and an extent, not
 here is visible to other clients: `seal` makes every byte durable in the stores and hands over the
 block records for the metadata transaction that publishes them.
 
-Concurrency: `append`, `seal` and `abandon` are called with the inode's lock held. `find` never
-waits.
+A publishing transaction may end without an answer. Its blocks are then in doubt: what they hold may
+be published, so their chunks are never deleted here (`Debris` has the end of the session look).
+
+Concurrency: `append`, `seal`, `clear` and `abandon` are called with the inode's lock held. `find`
+never waits.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Container, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import trio
@@ -28,12 +32,16 @@ from tectonic_client.records import BlockRecord
 
 @dataclass(frozen=True, slots=True)
 class WriteServices:
-    """What every log of a file system shares."""
+    """What every log of a file system shares.
+
+    `on_debris` is told of blocks whose chunks stay in their stores though nothing may name them.
+    """
 
     writer: BlockWriter
     pool: BufferPool
     next_id: Callable[[], Awaitable[int]]
     nursery: trio.Nursery
+    on_debris: Callable[[int], None]
 
 
 class Placed(NamedTuple):
@@ -57,12 +65,13 @@ class _Filling:
 class _LogBlock:
     """A block of the log: its chunks are put in order, its length grows until it is left behind."""
 
-    __slots__ = ("block", "full", "length")
+    __slots__ = ("block", "full", "in_doubt", "length")
 
     def __init__(self, block: OpenBlock) -> None:
         self.block = block
         self.length = 0
         self.full = False
+        self.in_doubt = False
 
 
 class WriteLog:
@@ -75,12 +84,8 @@ class WriteLog:
         self._filling: _Filling | None = None
         self._in_flight: dict[tuple[int, int], Buffer] = {}
         self._settled = trio.Condition()
-        self._error: TectonicError | None = None
-
-    @property
-    def empty(self) -> bool:
-        """Whether there is nothing to seal."""
-        return not self._blocks
+        self.error: TectonicError | None = None
+        """Of the first put that failed: the log is to be abandoned."""
 
     @property
     def holds_buffer(self) -> bool:
@@ -92,8 +97,9 @@ class WriteLog:
     async def append(self, data: memoryview) -> list[Placed]:
         """Take `data` (any length) and say where it went.
 
-        Waits for memory when the pool is used up. Raises the error of an earlier background put:
-        the log is then to be abandoned.
+        Waits for memory when the pool is used up. Raises `error` if that is set, and what taking a
+        lease of ids raises. When it raises, or is cancelled, part of `data` may lie in the log; no
+        extent says where.
         """
         placed = []
         while data:
@@ -154,14 +160,15 @@ class WriteLog:
         self._services.nursery.start_soon(self._put, current.block, index, filling)
 
     async def _put(self, block: OpenBlock, index: int, filling: _Filling) -> None:
-        try:
-            await self._services.writer.put_chunk(block, index, filling.buffer, filling.fill)
-        except TectonicError as error:
-            self._error = self._error or error
-        finally:
-            del self._in_flight[block.block_id, index]
-            filling.buffer.release()
-            with trio.CancelScope(shield=True):
+        # When the client is cancelled its last flush still needs this chunk.
+        with trio.CancelScope(shield=True):
+            try:
+                await self._services.writer.put_chunk(block, index, filling.buffer, filling.fill)
+            except TectonicError as error:
+                self.error = self.error or error
+            finally:
+                del self._in_flight[block.block_id, index]
+                filling.buffer.release()
                 async with self._settled:
                     self._settled.notify_all()
 
@@ -171,18 +178,19 @@ class WriteLog:
                 await self._settled.wait()
 
     def _raise_error(self) -> None:
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
 
     # --- sealing ------------------------------------------------------------------------------
 
     async def seal(self) -> dict[int, BlockRecord]:
         """Make everything durable in the stores; returns the records of all blocks of the log.
 
-        May be called again when the publishing transaction failed: appending goes on in new
-        blocks only after `clear`. Raises the first error of any put: abandon the log then.
+        May be called again when it was cancelled or the publishing transaction failed; appending
+        goes on in a new block. Raises the first error of any put: abandon the log then.
         """
         if self._filling is not None:
+            self._blocks[-1].full = True
             self._dispatch()
         await self._settle()
         self._raise_error()
@@ -192,27 +200,48 @@ class WriteLog:
             for entry in self._blocks
         }
 
-    def clear(self) -> None:
-        """The sealed blocks are published: begin anew."""
+    @property
+    def in_doubt(self) -> set[int]:
+        """Blocks that a transaction without an answer may have published."""
+        return {entry.block.block_id for entry in self._blocks if entry.in_doubt}
+
+    def doubt(self, block_ids: Iterable[int]) -> None:
+        """The transaction that was to publish these blocks got no answer."""
+        doubtful = set(block_ids)
+        for entry in self._blocks:
+            entry.in_doubt = entry.in_doubt or entry.block.block_id in doubtful
+
+    def clear(self, published: Container[int]) -> Callable[[], Awaitable[None]]:
+        """The sealed blocks are published, or no extent uses them: begin anew.
+
+        Returns what is still to be done: it deletes the chunks of the latter.
+        """
         assert not self._in_flight
         assert self._filling is None
-        self._blocks.clear()
+        rest = [entry for entry in self._blocks if entry.block.block_id not in published]
+        self._blocks = []
+        return partial(self._discard, rest)
 
     async def abandon(self) -> None:
-        """Drop everything: chunks already put are deleted, memory is given back."""
-        if self._filling is not None:
-            self._filling.buffer.release()
-            self._filling = None
-        await self._settle()
-        dropped, self._blocks, self._error = self._blocks, [], None
-        for entry in dropped:
-            await self._services.writer.discard(entry.block)
+        """Drop everything: chunks already put are deleted, memory is given back.
 
-    async def discard_unused(self, used: set[int]) -> None:
-        """Delete the chunks of blocks that no extent uses: overwritten before they were flushed."""
-        for entry in self._blocks:
-            if entry.block.block_id not in used:
-                await self._services.writer.discard(entry.block)
+        Not cut short by cancellation; puts that are under way are waited for.
+        """
+        with trio.CancelScope(shield=True):
+            if self._filling is not None:
+                self._filling.buffer.release()
+                self._filling = None
+            await self._settle()
+            dropped, self._blocks, self.error = self._blocks, [], None
+            await self._discard(dropped)
+
+    async def _discard(self, dropped: list[_LogBlock]) -> None:
+        with trio.CancelScope(shield=True):
+            for entry in dropped:
+                if entry.in_doubt:
+                    self._services.on_debris(entry.block.block_id)
+                else:
+                    await self._services.writer.discard(entry.block)
 
     # --- reading ------------------------------------------------------------------------------
 

@@ -31,6 +31,14 @@ def read_blocks(tx: ReadTransaction, block_ids: Sequence[int]) -> list[BlockReco
     return [None if data is None else BlockRecord.decode(data) for data in rows]
 
 
+def named_blocks(tx: ReadTransaction, block_ids: Sequence[int]) -> set[int]:
+    """Those of the blocks that were published and whose chunks are not known to be gone."""
+    records = tx.get_many([keys.block(block_id) for block_id in block_ids])
+    dead = tx.get_many([keys.dead_block(block_id) for block_id in block_ids])
+    rows = zip(block_ids, records, dead, strict=True)
+    return {block_id for block_id, record, grave in rows if record is not None or grave is not None}
+
+
 def write_block(tx: Transaction, block_id: int, record: BlockRecord) -> None:
     """Publish a sealed block. Its chunks must be durable already."""
     tx.put(keys.block(block_id), record.encode())

@@ -59,11 +59,6 @@ def publish(
         _apply(tx, inode, arithmetic.overlay(existing, new_extents))
 
 
-def is_published(tx: ReadTransaction, new_blocks: Mapping[int, BlockRecord]) -> bool:
-    """Whether an earlier try to publish these blocks took effect (they come together or not)."""
-    return any(tx.get(keys.block(block_id)) is not None for block_id in list(new_blocks)[:1])
-
-
 def cut(tx: Transaction, inode: int, size: int) -> None:
     """Remove all file bytes from `size` on."""
     _apply(tx, inode, arithmetic.truncate(read_extents(tx, inode, size), size))

@@ -25,6 +25,7 @@ from tectonic_client.errors import SessionLost
 from tectonic_client.kv.port import ReadTransaction, Transaction
 from tectonic_client.limits import IDS_PER_LEASE, SCAN_PAGE_ROWS, SESSION_EXPIRY_S
 from tectonic_client.metadata import keys
+from tectonic_client.metadata.scans import scan_layer
 from tectonic_client.records import CounterRecord, SessionRecord
 
 _NS_PER_S = 1_000_000_000
@@ -128,17 +129,29 @@ def shows_life(record: SessionRecord, now_ns: int) -> bool:
 
 def list_sessions(tx: ReadTransaction) -> list[tuple[int, SessionRecord]]:
     """All sessions, dead ones that nobody has cleaned up included."""
-    rows = tx.scan(keys.SESSION, keys.prefix_end(keys.SESSION))
-    return [(keys.parse_group(key), SessionRecord.decode(value)) for key, value in rows]
+    return [
+        (keys.parse_group(key), SessionRecord.decode(value))
+        for page in scan_layer(tx, keys.SESSION)
+        for key, value in page
+    ]
 
 
-def end_dead_sessions(tx: Transaction) -> list[SessionRecord]:
-    """Fence off every dead session by removing its record; returns those removed."""
+def dead_sessions(tx: ReadTransaction) -> list[int]:
+    """Sessions without a sign of life that nobody has cleaned up."""
     now = tx.now_ns()
-    dead = [(sid, record) for sid, record in list_sessions(tx) if not shows_life(record, now)]
-    for session_id, _ in dead:
-        tx.delete(keys.session(session_id))
-    return [record for _, record in dead]
+    return [sid for sid, record in list_sessions(tx) if not shows_life(record, now)]
+
+
+def end_dead_session(tx: Transaction, session_id: int) -> SessionRecord | None:
+    """Fence off a session by removing its record, unless it shows life after all.
+
+    Returns the record that was removed.
+    """
+    record = read_session(tx, session_id)
+    if record is None or shows_life(record, tx.now_ns()):
+        return None
+    tx.delete(keys.session(session_id))
+    return record
 
 
 def other_sessions_live(tx: ReadTransaction, session_id: int) -> bool:
@@ -178,15 +191,15 @@ def lease_range(number: int) -> range:
 
 
 def abandoned_leases(tx: ReadTransaction) -> list[int]:
-    """Leases whose session has ended (call `end_dead_sessions` first)."""
-    rows = tx.scan(keys.LEASE, keys.prefix_end(keys.LEASE), limit=SCAN_PAGE_ROWS)
-    holders = [CounterRecord.decode(value).value for _, value in rows]
-    sessions = tx.get_many([keys.session(holder) for holder in holders])
-    return [
-        keys.parse_group(key)
-        for (key, _), session in zip(rows, sessions, strict=True)
-        if session is None
-    ]
+    """Leases whose session has ended; at most a page of them."""
+    found: list[int] = []
+    for page in scan_layer(tx, keys.LEASE):
+        holders = [CounterRecord.decode(value).value for _, value in page]
+        rows = zip(page, read_sessions(tx, holders), strict=True)
+        found += [keys.parse_group(key) for (key, _), session in rows if session is None]
+        if len(found) >= SCAN_PAGE_ROWS:
+            break
+    return found
 
 
 def drop_lease(tx: Transaction, number: int) -> None:

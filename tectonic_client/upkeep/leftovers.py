@@ -12,10 +12,13 @@ from functools import partial
 
 from tectonic_client.blocks.stores import StoreSet
 from tectonic_client.chunkstore.port import ChunkKey, ChunkStore
+from tectonic_client.errors import TectonicError
 from tectonic_client.kv.executor import AsyncKV
 from tectonic_client.kv.port import ReadTransaction
 from tectonic_client.limits import DEAD_BLOCK_GRACE_S, SCAN_PAGE_ROWS
 from tectonic_client.metadata import blocks, keys, orphans, sessions
+from tectonic_client.metadata.inodes import read_inode
+from tectonic_client.metadata.scans import scan_layer
 from tectonic_client.metadata.sessions import describe
 from tectonic_client.records import DeadBlockRecord, OrphanRecord
 
@@ -38,10 +41,14 @@ class Cleaner:
 
     async def clean_dead_sessions(self) -> None:
         """Fence off sessions without a sign of life, then remove what they had in flight."""
-        for record in await self._kv.transact(sessions.end_dead_sessions):
-            _log.info("session of %s is dead: cleaning up after it", describe(record))
-        for lease in await self._kv.read(sessions.abandoned_leases):
-            await self._clean_lease(lease)
+        for session_id in await self._kv.read(sessions.dead_sessions):
+            end = partial(sessions.end_dead_session, session_id=session_id)
+            record = await self._kv.transact(end)
+            if record is not None:
+                _log.info("session of %s is dead: cleaning up after it", describe(record))
+        while leases := await self._kv.read(sessions.abandoned_leases):
+            for lease in leases:
+                await self._clean_lease(lease)
 
     async def _clean_lease(self, lease: int) -> None:
         ids = sessions.lease_range(lease)
@@ -57,7 +64,8 @@ class Cleaner:
         block_ids = sorted({key.block_id for key in found})
         for start in range(0, len(block_ids), SCAN_PAGE_ROWS):
             page = block_ids[start : start + SCAN_PAGE_ROWS]
-            garbage = await self._kv.read(partial(_unnamed, block_ids=page))
+            named = await self._kv.read(partial(blocks.named_blocks, block_ids=page))
+            garbage = {*page} - named
             doomed = [key for key in found if key.block_id in garbage]
             if doomed:
                 await self._kv.transact(lambda tx: None, durable=True)
@@ -74,19 +82,25 @@ class Cleaner:
 
     async def reclaim_abandoned_orphans(self) -> None:
         """Reclaim inodes without a name that no live session has open."""
-        for inode in await self._kv.read(self._abandoned_orphans):
-            await self.reclaim(inode)
+        while found := await self._kv.read(self._abandoned_orphans):
+            for inode in found:
+                await self.reclaim(inode)
 
     def _abandoned_orphans(self, tx: ReadTransaction) -> list[int]:
-        rows = tx.scan(keys.ORPHAN, keys.prefix_end(keys.ORPHAN), limit=SCAN_PAGE_ROWS)
-        found = []
-        for key, value in rows:
-            inode, holder = keys.parse_group(key), OrphanRecord.decode(value).session
-            if holder == self._session_id:
-                if not self._is_open(inode):
+        """At most a page of them."""
+        found: list[int] = []
+        for page in scan_layer(tx, keys.ORPHAN):
+            for key, value in page:
+                inode, holder = keys.parse_group(key), OrphanRecord.decode(value).session
+                if holder == self._session_id:
+                    # With links it is no removed file but a hidden directory that is in use.
+                    abandoned = not self._is_open(inode) and not read_inode(tx, inode).nlink
+                else:
+                    abandoned = not sessions.is_alive(tx, holder)
+                if abandoned:
                     found.append(inode)
-            elif not sessions.is_alive(tx, holder):
-                found.append(inode)
+            if len(found) >= SCAN_PAGE_ROWS:
+                break
         return found
 
     async def reclaim(self, inode: int) -> None:
@@ -136,17 +150,13 @@ class Cleaner:
         for block_id, record in due:
             for index, store_id in enumerate(record.store_ids):
                 by_store.setdefault(store_id, []).append(ChunkKey(block_id, index))
+        failed: dict[int, TectonicError] = {}
         for store_id, doomed in by_store.items():
-            await self._delete(store_id, doomed)
-        done = [block_id for block_id, _ in due]
+            try:
+                await self._delete(store_id, doomed)
+            except TectonicError as error:  # the other stores get their space back
+                failed[store_id] = error
+        done = [block_id for block_id, record in due if failed.keys().isdisjoint(record.store_ids)]
         await self._kv.transact(lambda tx: blocks.forget_dead_blocks(tx, done))
-
-
-def _unnamed(tx: ReadTransaction, block_ids: list[int]) -> set[int]:
-    records = tx.get_many([keys.block(block_id) for block_id in block_ids])
-    dead = tx.get_many([keys.dead_block(block_id) for block_id in block_ids])
-    return {
-        block_id
-        for block_id, record, grave in zip(block_ids, records, dead, strict=True)
-        if record is None and grave is None
-    }
+        if failed:
+            raise next(iter(failed.values()))

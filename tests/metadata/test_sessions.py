@@ -33,7 +33,8 @@ def test_a_session_of_a_living_process_is_alive() -> None:
     session_id = _open(kv)
     _pretend(kv, session_id, heartbeat_ns=1)
     assert kv.read(lambda tx: sessions.is_alive(tx, session_id))
-    assert kv.transact(sessions.end_dead_sessions) == []
+    assert kv.read(sessions.dead_sessions) == []
+    assert kv.transact(lambda tx: sessions.end_dead_session(tx, session_id)) is None
 
 
 def test_a_killed_process_is_dead_at_once() -> None:
@@ -72,7 +73,8 @@ def test_the_fence_stops_a_session_that_was_declared_dead() -> None:
     session_id = _open(kv)
     lease = kv.transact(lambda tx: sessions.take_lease(tx, session_id))
     _pretend(kv, session_id, host="another", heartbeat_ns=1)
-    (dead,) = kv.transact(sessions.end_dead_sessions)
+    assert kv.read(sessions.dead_sessions) == [session_id]
+    dead = kv.transact(lambda tx: sessions.end_dead_session(tx, session_id))
     assert isinstance(dead, SessionRecord)
     with pytest.raises(SessionLost):
         kv.transact(lambda tx: sessions.heartbeat(tx, session_id))
