@@ -11,12 +11,15 @@ import contextlib
 import os
 import threading
 from collections.abc import Awaitable, Callable
+from concurrent.futures import CancelledError, Future, wait
+from functools import partial
 from types import TracebackType
 from typing import TypeVar
 
 import trio
 
-from tectonic_client.errors import MetadataUnavailable, TectonicError
+from tectonic_client.errors import MetadataUnavailable, TectonicError, UsedAfterFork
+from tectonic_client.kv.urls import display_url
 from tectonic_client.volume import Volume, VolumeOptions, open_volume
 
 T = TypeVar("T")
@@ -33,7 +36,7 @@ class BlockingVolume:
         self._opened = threading.Event()
         self._failure: BaseException | None = None
         self._thread = threading.Thread(
-            target=self._serve, name=f"tectonicfs {meta_url}", daemon=True
+            target=self._serve, name=f"tectonicfs {display_url(meta_url)}", daemon=True
         )
         self._thread.start()
         self._opened.wait()
@@ -65,14 +68,53 @@ class BlockingVolume:
         return os.getpid() == self._pid and self._thread.is_alive()
 
     def run(self, work: Callable[[Volume], Awaitable[T]]) -> T:
-        """Result of `await work(volume)`, run in the volume's event loop."""
+        """Result of `await work(volume)`, run in the volume's event loop.
+
+        A KeyboardInterrupt cancels the work and is raised once that has ended, so that nothing
+        goes on to use the caller's memory. Raises UsedAfterFork, MetadataUnavailable where the
+        volume is closed, and what `work` raises.
+        """
         if os.getpid() != self._pid:
-            raise MetadataUnavailable(
+            raise UsedAfterFork(
                 "this volume was opened before a fork: open it again in the child process"
             )
-        if not self._thread.is_alive():
-            raise MetadataUnavailable("the volume is closed")
-        return trio.from_thread.run(work, self.volume, trio_token=self._token)
+        outcome: Future[T] = Future()
+        scope = trio.CancelScope()
+        try:
+            task = partial(self._carry_out, work, scope, outcome)
+            self._token.run_sync_soon(self._start, task, outcome)
+            return outcome.result()
+        except trio.RunFinishedError:
+            raise self._closed() from self._failure
+        except BaseException:
+            if not outcome.done():  # the caller was interrupted
+                with contextlib.suppress(trio.RunFinishedError):
+                    self._token.run_sync_soon(scope.cancel)
+                    wait((outcome,))
+            raise
+
+    def _start(self, task: Callable[[], Awaitable[None]], outcome: Future[T]) -> None:
+        try:
+            self.volume.nursery.start_soon(task)
+        except RuntimeError:  # it has ended
+            outcome.set_exception(self._closed())
+
+    async def _carry_out(
+        self, work: Callable[[Volume], Awaitable[T]], scope: trio.CancelScope, outcome: Future[T]
+    ) -> None:
+        try:
+            with scope:
+                outcome.set_result(await work(self.volume))
+                return
+            outcome.set_exception(CancelledError())
+        except trio.Cancelled:
+            outcome.set_exception(self._closed())
+            raise
+        except BaseException as error:  # noqa: BLE001 - it belongs to the caller
+            outcome.set_exception(error)
+
+    def _closed(self) -> MetadataUnavailable:
+        return MetadataUnavailable(f"volume {display_url(self._url)} is closed")
 
     def close(self) -> None:
         """Flush and leave the volume; idempotent. Raises the first error of the last flush."""

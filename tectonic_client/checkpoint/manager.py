@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Mapping
+from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
@@ -24,7 +25,7 @@ from tectonic_client.checkpoint.names import check_rank, check_step
 from tectonic_client.checkpoint.rundirectory import RunDirectory
 from tectonic_client.checkpoint.runid import check_run_id, default_run_id
 from tectonic_client.checkpoint.saving import SaveReport, save_state
-from tectonic_client.errors import CheckpointError, Exists, NotFound
+from tectonic_client.errors import CheckpointError, Exists, NotFound, TectonicError
 from tectonic_client.limits import DEFAULT_CHECKPOINT_TIMEOUT_S, DEFAULT_MEMORY_LIMIT_BYTES
 from tectonic_client.metadata.sessions import this_host
 from tectonic_client.types import Owner
@@ -175,10 +176,17 @@ class CheckpointManager:
     # --- the end ------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Leave the run and the volume; idempotent."""
-        if self._volume.open:
-            self._volume.run(self._leave)
-        self._volume.close()
+        """Leave the run and the volume; idempotent. Raises what `BlockingVolume.close` raises.
+
+        A rank that cannot leave (its session was ended, the database is away) is known to be gone
+        by its session.
+        """
+        try:
+            if self._volume.open:
+                with suppress(TectonicError):
+                    self._volume.run(self._leave)
+        finally:
+            self._volume.close()
 
     async def _leave(self, volume: Volume) -> None:
         await volume.kv.transact(lambda tx: leave(tx, self._identity))
