@@ -84,6 +84,9 @@ def _numpy_leaf(array: np.ndarray[Any, Any], name: str) -> Leaf:
     dtype = code_of_numpy(array.dtype)
     if dtype is None:
         raise Refused(f"has dtype {array.dtype}, which safetensors cannot hold")
+    if array.dtype.kind == "c" and not array.dtype.isnative:
+        # Its words would be swapped whole, which exchanges real and imaginary parts.
+        raise Refused(f"has dtype {array.dtype.str}: convert it to native byte order")
     problem = None if array.flags.writeable else "is read-only"
     word = np.dtype(f"u{array.dtype.itemsize}").newbyteorder(array.dtype.byteorder)
     return ArrayLeaf(name, dtype, array.view(word), problem)

@@ -110,6 +110,12 @@ def test_big_endian_arrays_keep_their_order() -> None:
     np.testing.assert_array_equal(target, source)
 
 
+def test_big_endian_complex_arrays_are_refused() -> None:
+    """Swapping words of eight bytes would exchange real and imaginary parts: wrong numbers."""
+    with pytest.raises(Refused, match="native byte order"):
+        as_leaf(np.array([1 + 2j], ">c8"), "x")
+
+
 def test_parts_of_one_element_from_two_threads() -> None:
     """Two writers of one element's halves do not undo each other: no read-modify-write."""
     target = np.zeros((64, 64), np.uint64).T
