@@ -14,9 +14,9 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-_VARIABLE = "TECTONICFS_TEST_RUN"
+VARIABLE = "TECTONICFS_TEST_RUN"
 
-_PATIENCE_S = 10.0
+PATIENCE_S = 10.0
 """A daemon gives up its locks, which its owner waits for, shortly before it is gone."""
 
 _OF_PYTHON = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
@@ -33,9 +33,10 @@ class _Process:
 class Leftovers:
     """Watch over one test run."""
 
-    def __init__(self) -> None:
+    def __init__(self, patience_s: float = PATIENCE_S) -> None:
+        self._patience_s = patience_s
         self._token = secrets.token_hex(8)
-        os.environ[_VARIABLE] = self._token
+        os.environ[VARIABLE] = self._token
         self._known_pids = _all_pids()
         self.directories: list[Path] = []
         """Where tests mount."""
@@ -59,12 +60,12 @@ class Leftovers:
         self.note("the last test")
         lines = []
         for process, test in self._processes.items():
-            if not _ends(process):
+            if not _ends(process, self._patience_s):
                 lines.append(f"process {process.pid} ({process.command}), started in {test}")
                 os.kill(process.pid, signal.SIGKILL)
         for directory in _fuse_mounts() & self._mounts.keys():
             lines.append(f"mount {directory}, made in {self._mounts[directory]}")
-            subprocess.run(["umount", "--lazy", directory], check=False, timeout=_PATIENCE_S)
+            subprocess.run(["umount", "--lazy", directory], check=False, timeout=PATIENCE_S)
         return lines
 
     def _inspect(self, pid: int) -> _Process | None:
@@ -77,7 +78,7 @@ class Leftovers:
             command = (found / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
         except OSError:
             return None  # Gone, or of another user.
-        ours = f"{_VARIABLE}={self._token}".encode() in environment or int(fields[1]) == os.getpid()
+        ours = f"{VARIABLE}={self._token}".encode() in environment or int(fields[1]) == os.getpid()
         if not ours or any(name in command for name in _OF_PYTHON):
             return None
         return _Process(pid, fields[19], command.strip())
@@ -87,8 +88,8 @@ def _all_pids() -> set[int]:
     return {int(name) for name in os.listdir("/proc") if name.isdigit()}
 
 
-def _ends(process: _Process) -> bool:
-    """Whether the process is gone, or goes soon."""
+def _ends(process: _Process, patience_s: float) -> bool:
+    """Whether the process is gone, or goes in time."""
     try:
         descriptor = os.pidfd_open(process.pid)
     except ProcessLookupError:
@@ -99,7 +100,7 @@ def _ends(process: _Process) -> bool:
             return True
         poll = select.poll()
         poll.register(descriptor, select.POLLIN)
-        return bool(poll.poll(_PATIENCE_S * 1000))
+        return bool(poll.poll(patience_s * 1000))
     except OSError:
         return True
     finally:
