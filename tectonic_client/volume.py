@@ -12,7 +12,6 @@ import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import partial
 
 import trio
 
@@ -259,10 +258,10 @@ async def open_volume(meta_url: str, options: VolumeOptions | None = None) -> As
     the first error of the last flush.
     """
     options = options or VolumeOptions()
-    async with _connected(meta_url, options) as backend:
+    async with _connected(meta_url, options) as backend, _session(backend, options) as ids:
         with unwrapped_groups():
             async with trio.open_nursery() as nursery:
-                volume = await _assemble(meta_url, options, backend, nursery)
+                volume = _assemble(meta_url, options, backend, ids, nursery)
                 volume.tasks.start(nursery, read_only=options.read_only)
                 try:
                     yield volume
@@ -312,9 +311,30 @@ async def _connected(meta_url: str, options: VolumeOptions) -> AsyncIterator[_Ba
             await trio.to_thread.run_sync(raw.close)
 
 
-async def _assemble(
-    meta_url: str, options: VolumeOptions, backend: _Backend, nursery: trio.Nursery
-) -> Volume:
+@asynccontextmanager
+async def _session(backend: _Backend, options: VolumeOptions) -> AsyncIterator[IdAllocator]:
+    """A session, unless read-only; it ends when no task has anything in flight any more."""
+    kv = backend.kv
+    if options.read_only:
+        yield IdAllocator(kv, 0)
+        return
+    session_id = await kv.transact(lambda tx: sessions.open_session(tx, options.client))
+    ids = IdAllocator(kv, session_id)
+    try:
+        yield ids
+    finally:
+        leases = backend.debris.clean_leases(ids.leases)
+        with trio.CancelScope(shield=True):
+            try:
+                await kv.transact(lambda tx: sessions.end_session(tx, session_id, leases))
+            except TectonicError as error:
+                _log.warning("session %d is left to be cleaned up: %s", session_id, error)
+
+
+def _assemble(
+    meta_url: str, options: VolumeOptions, backend: _Backend, ids: IdAllocator,
+    nursery: trio.Nursery,
+) -> Volume:  # fmt: skip
     """Build everything that a client consists of, from the ground up."""
     kv, record, stores = backend.kv, backend.record, backend.stores
     pool = BufferPool(_pool_bytes(options, record), record.chunk_bytes)
@@ -324,10 +344,7 @@ async def _assemble(
     cache = ChunkCache(reader, pool, record.chunk_bytes, nursery)
     signals = Signals()
     pool.on_pressure = signals.memory_wanted
-    session_id = 0
-    if not options.read_only:  # from here on nothing may fail: the session would stay
-        session_id = await kv.transact(lambda tx: sessions.open_session(tx, options.client))
-    ids = IdAllocator(kv, session_id)
+    session_id = ids.session_id
     services = FileServices(
         kv=kv, session_id=session_id, stores=stores,
         write=WriteServices(writer, pool, ids.next_id, nursery, backend.debris.note),
@@ -381,7 +398,7 @@ async def _shut_down_after_error(volume: Volume) -> None:
 
 
 async def _shut_down(volume: Volume) -> None:
-    """Flush everything and leave the session; raises the first error of the flush.
+    """Flush everything; raises the first error of it. Then clean up as far as that succeeds.
 
     Shielded, with a deadline of its own: cancelling a client never loses dirty data.
     """
@@ -391,27 +408,25 @@ async def _shut_down(volume: Volume) -> None:
         f"volume {volume.record.name!r} could not be flushed within {SHUTDOWN_DEADLINE_S:.0f} s:"
         " what was not flushed is lost"
     )
-    with trio.CancelScope(shield=True, deadline=trio.current_time() + SHUTDOWN_DEADLINE_S):
-        try:
-            await volume.filesystem.sync(durable=False)
-            failure = None
-        except TectonicError as error:
-            failure = error
-        await _leave(volume, everything_flushed=failure is None)
+    try:
+        with trio.CancelScope(shield=True, deadline=trio.current_time() + SHUTDOWN_DEADLINE_S):
+            try:
+                await volume.filesystem.sync(durable=False)
+                failure = None
+            except TectonicError as error:
+                failure = error
+            await _collect_garbage(volume)
+    finally:
+        if failure is not None:
+            # What could not be flushed may lie in the stores, under any lease.
+            volume.debris.note_leases(volume.ids.leases)
     if failure is not None:
         raise failure
 
 
-async def _leave(volume: Volume, *, everything_flushed: bool) -> None:
-    """End the session. What fails here is left to the next client, as after a crash."""
-    # What could not be flushed may lie in the stores, under any lease.
-    leases = volume.debris.clean_leases(volume.ids.leases) if everything_flushed else []
-    end_session = partial(sessions.end_session, session_id=volume.session_id, leases=leases)
-    for step in (
-        volume.tasks.reclaim_orphans,
-        volume.cleaner.delete_dead_blocks,
-        partial(volume.kv.transact, end_session),
-    ):
+async def _collect_garbage(volume: Volume) -> None:
+    """What fails here is left to the next client, as after a crash."""
+    for step in (volume.tasks.reclaim_orphans, volume.cleaner.delete_dead_blocks):
         try:
             await step()
         except TectonicError as error:

@@ -12,12 +12,13 @@ class IdAllocator:
     """Ids for one session. Used from the event loop only.
 
     An id is an inode's or a block's, never used twice; what a lease has left when the session ends
-    is lost, which costs nothing in 64 bits.
+    is lost, which costs nothing in 64 bits. `session_id` is 0 for a read-only client, which has no
+    session.
     """
 
     def __init__(self, kv: AsyncKV, session_id: int) -> None:
         self._kv = kv
-        self._session_id = session_id
+        self.session_id = session_id
         self._ids = iter(range(0))
         self._lock = trio.Lock()
         self.leases: list[int] = []
@@ -29,7 +30,7 @@ class IdAllocator:
         async with self._lock:
             for fresh in self._ids:
                 return fresh
-            lease = await self._kv.transact(lambda tx: take_lease(tx, self._session_id))
+            lease = await self._kv.transact(lambda tx: take_lease(tx, self.session_id))
             self.leases.append(lease)
             self._ids = iter(lease_range(lease))
             return next(self._ids)

@@ -24,6 +24,10 @@ class Debris:
         """Some store may keep chunks of this block."""
         self._leases.add(block_id // IDS_PER_LEASE)
 
+    def note_leases(self, leases: Iterable[int]) -> None:
+        """Anything may lie under these."""
+        self._leases.update(leases)
+
     def clean_leases(self, leases: Iterable[int]) -> list[int]:
         """Those of the leases of which everything is accounted for."""
         return [lease for lease in leases if lease not in self._leases]
