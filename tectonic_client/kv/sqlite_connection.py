@@ -120,7 +120,12 @@ def _link(source: str, target: str) -> None:
         os.link(source, target)
     except FileExistsError:
         return  # somebody else created it meanwhile
-    directory = os.open(os.path.dirname(target), os.O_RDONLY | os.O_DIRECTORY)
+    sync_directory_of(target)
+
+
+def sync_directory_of(path: str) -> None:
+    """Make the names beside `path` durable. Raises OSError."""
+    directory = os.open(os.path.dirname(path), os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(directory)
     finally:

@@ -36,7 +36,12 @@ import apsw
 from tectonic_client.errors import MetadataUnavailable, NoSpace, TectonicError, UnknownOutcome
 from tectonic_client.kv.filelock import FairFileLock
 from tectonic_client.kv.port import Transaction
-from tectonic_client.kv.sqlite_connection import SqliteTransaction, connect, translate
+from tectonic_client.kv.sqlite_connection import (
+    SqliteTransaction,
+    connect,
+    sync_directory_of,
+    translate,
+)
 from tectonic_client.limits import (
     MAX_TRANSACTIONS_PER_COMMIT,
     MAX_TRANSACTIONS_WAITING,
@@ -93,6 +98,7 @@ class SqliteWriter:
         try:
             # The WAL stays the same file as long as any connection is open.
             self._wal = os.open(f"{path}-wal", os.O_RDONLY | os.O_CLOEXEC)
+            sync_directory_of(path)  # whoever created the WAL need not have synced its name
             self._turn = FairFileLock(f"{path}-lock")
         except OSError as error:
             self._connection.close()
@@ -182,8 +188,15 @@ class SqliteWriter:
         if isinstance(failure, NoSpace) and len(batch) > 1:
             # One large transaction must not fail the small ones, least of all a delete.
             for member in batch:
-                self._begin()
-                member.commit_error = self._try_commit([member])
+                member.commit_error = self._commit_alone(member)
+
+    def _commit_alone(self, member: _Member) -> TectonicError | None:
+        """As `_try_commit`; what fails here says nothing of the members before it."""
+        try:
+            self._begin()
+        except apsw.Error as error:
+            return self._translate(error)
+        return self._try_commit([member])
 
     def _try_commit(self, batch: list[_Member]) -> TectonicError | None:
         try:
@@ -232,7 +245,7 @@ class SqliteWriter:
         """Deliver the outcomes; those that must survive power loss after a sync."""
         durable = [member for member in batch if member.durable and member.committed]
         for member in batch:
-            if member not in durable:
+            if not (member.durable and member.committed):
                 member.deliver()
         if durable:
             failure = self._sync()

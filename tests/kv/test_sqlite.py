@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import apsw
 import pytest
@@ -399,6 +400,33 @@ def test_full_database_fails_the_large_only(path: str, monkeypatch: pytest.Monke
     )
     assert [type(result) for result in results] == [str, NoSpace, type(None), str]
     assert [key for key, _ in scan_all(kv)] == [b"a", b"b"]
+    kv.close()
+
+
+def test_one_by_one_each_has_its_own_outcome(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a full disk, a lock that is lost in the middle fails nothing that is committed."""
+    real, begun = sqlite_connection.connect, 0
+
+    class Limited(apsw.Connection):
+        def execute(self, statement: str, *arguments: Any) -> Any:
+            nonlocal begun
+            begun += statement == "BEGIN IMMEDIATE"
+            if statement == "BEGIN IMMEDIATE" and begun == 3:
+                raise apsw.BusyError("database is locked")
+            return super().execute(statement, *arguments)
+
+    def connect(path: str, *, cache_bytes: int, wait_s: float) -> apsw.Connection:
+        with monkeypatch.context() as patch:
+            patch.setattr(apsw, "Connection", Limited)
+            connection = real(path, cache_bytes=cache_bytes, wait_s=wait_s)
+        connection.pragma("max_page_count", 20)
+        return connection
+
+    monkeypatch.setattr(sqlite_writer, "connect", connect)
+    kv = SqliteKV(path, create=False)
+    results = _batch(kv, path, _put(b"a"), _put(b"b"), _put(b"large", 500_000), _put(b"c"))
+    assert [type(result) for result in results] == [str, MetadataUnavailable, NoSpace, str]
+    assert [key for key, _ in scan_all(kv)] == [b"a", b"c"]
     kv.close()
 
 
