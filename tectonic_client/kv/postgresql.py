@@ -290,7 +290,7 @@ class PostgresKV:
         self._watchdog = SocketWatchdog()
         self._links = Connections(
             self._database.name,
-            open_one=partial(connect, self._database),
+            open_one=partial(connect, self._database, self._watchdog),
             close_one=Link.close,
             limit=METADATA_READ_THREADS + METADATA_WRITE_THREADS,
             wait_s=deadline_s,

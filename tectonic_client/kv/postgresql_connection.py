@@ -32,6 +32,7 @@ from tectonic_client.errors import (
     VolumeNotFound,
 )
 from tectonic_client.kv.urls import display_url
+from tectonic_client.kv.watchdog import SocketWatchdog
 from tectonic_client.limits import MAX_SCHEMA_NAME_BYTES
 
 DEFAULT_SCHEMA: Final = "tectonicfs"
@@ -123,8 +124,8 @@ def parse_url(url: str, deadline_s: float) -> Database:
     return Database(name, conninfo, schema, deadline_s)
 
 
-def connect(database: Database) -> Link:
-    """A connection with this package's settings.
+def connect(database: Database, watchdog: SocketWatchdog) -> Link:
+    """A connection with this package's settings; bounded by the database's deadline.
 
     Raises BadURL (authentication, host), VolumeNotFound (no such database), MetadataUnavailable.
     """
@@ -141,15 +142,17 @@ def connect(database: Database) -> Link:
         connection = psycopg.connect(
             database.conninfo, autocommit=True, prepare_threshold=None, **chosen
         )
+        link = Link(connection, socket.socket(fileno=os.dup(connection.fileno())))
         try:
-            _configure(connection, database.deadline_s)
-            wire = socket.socket(fileno=os.dup(connection.fileno()))
+            # The server's own timeouts are not set yet.
+            with watchdog.limit(link.wire, database.deadline_s):
+                _configure(connection, database.deadline_s)
         except BaseException:
-            connection.close()
+            link.close()
             raise
     except psycopg.Error as error:
         raise _connect_error(database, error) from error
-    return Link(connection, wire)
+    return link
 
 
 def _configure(connection: psycopg.Connection[Any], deadline_s: float) -> None:

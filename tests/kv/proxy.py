@@ -20,6 +20,7 @@ class Proxy:
         self._threads: list[threading.Thread] = []
         self._trigger: bytes | None = None
         self._forward_trigger = False
+        self._freeze_trigger: bytes | None = None
         self._swallow_answer = False
         self._flowing = threading.Event()
         self._flowing.set()
@@ -65,6 +66,10 @@ class Proxy:
         """Forward nothing until `thaw`."""
         self._flowing.clear()
 
+    def freeze_at(self, trigger: bytes) -> None:
+        """Freeze when a client sends `trigger`: the server gets it, its answer is held back."""
+        self._freeze_trigger = trigger
+
     def thaw(self) -> None:
         """Forward again, on connections that are still open."""
         self._flowing.set()
@@ -96,6 +101,9 @@ class Proxy:
         answers.start()
         while data := self._receive(client):
             self._client_spoke = True
+            if self._freeze_trigger is not None and self._freeze_trigger in data:
+                self._freeze_trigger = None
+                self._flowing.clear()
             if self._trigger is not None and self._trigger in data:
                 self._trigger = None
                 if not self._forward_trigger:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import pytest
@@ -24,6 +25,7 @@ from tectonic_client.kv.open import open_kv
 from tectonic_client.kv.port import Transaction
 from tectonic_client.kv.postgresql import PostgresKV
 from tectonic_client.kv.postgresql_connection import connect, parse_url
+from tectonic_client.kv.watchdog import SocketWatchdog
 from tests.contracts.kv import (
     ConcurrentKVContract,
     OpenEngine,
@@ -74,6 +76,15 @@ def through_proxy(url: str, postgres_server: PostgresServer, proxy: Proxy) -> It
     )
     yield kv
     kv.close()
+
+
+@contextmanager
+def closing_watchdog() -> Iterator[SocketWatchdog]:
+    watchdog = SocketWatchdog()
+    try:
+        yield watchdog
+    finally:
+        watchdog.close()
 
 
 # --- URLs -------------------------------------------------------------------------------------
@@ -239,6 +250,16 @@ def test_frozen_server(through_proxy: PostgresKV, proxy: Proxy, committing: bool
     through_proxy.transact(increment)
 
 
+def test_server_frozen_behind_the_login(
+    url: str, postgres_server: PostgresServer, proxy: Proxy
+) -> None:
+    """A pooler that accepts a client and then answers nothing costs a bounded time, too."""
+    database = parse_url(url.replace(f":{postgres_server.port}", f":{proxy.port}"), deadline_s=2)
+    proxy.freeze_at(b"statement_timeout")
+    with closing_watchdog() as watchdog, pytest.raises(MetadataUnavailable):
+        connect(database, watchdog)
+
+
 def test_server_goes_away_and_comes_back(url: str, postgres_server: PostgresServer) -> None:
     """Crashes in a stream of transactions: typed errors, nothing durable lost, it recovers."""
     kv = PostgresKV(url, create=False, deadline_s=1)
@@ -312,7 +333,8 @@ def test_durable_covers_earlier_transactions(url: str, postgres_server: Postgres
 
 def test_stalled_client_does_not_block_others(url: str) -> None:
     """The server ends a session that sits in a transaction, so that its locks go."""
-    stalled = connect(parse_url(url, deadline_s=0.3))
+    with closing_watchdog() as watchdog:
+        stalled = connect(parse_url(url, deadline_s=0.3), watchdog)
     schema = url.partition("schema=")[2]
     stalled.connection.execute("BEGIN")
     stalled.connection.execute(
