@@ -408,12 +408,12 @@ def test_one_by_one_each_has_its_own_outcome(path: str, monkeypatch: pytest.Monk
     real, begun = sqlite_connection.connect, 0
 
     class Limited(apsw.Connection):
-        def execute(self, statement: str, *arguments: Any) -> Any:
+        def execute(self, *arguments: Any, **settings: Any) -> Any:
             nonlocal begun
-            begun += statement == "BEGIN IMMEDIATE"
-            if statement == "BEGIN IMMEDIATE" and begun == 3:
+            begun += arguments[0] == "BEGIN IMMEDIATE"
+            if arguments[0] == "BEGIN IMMEDIATE" and begun == 3:
                 raise apsw.BusyError("database is locked")
-            return super().execute(statement, *arguments)
+            return super().execute(*arguments, **settings)
 
     def connect(path: str, *, cache_bytes: int, wait_s: float) -> apsw.Connection:
         with monkeypatch.context() as patch:
