@@ -100,24 +100,38 @@ class Record:
             raise CorruptRecord(f"{cls.__name__}: {error}") from error
 
 
-def _pack_string(text: str) -> bytes:
+def pack_string(text: str) -> bytes:
+    """A string of a record's body."""
     data = text.encode("utf-8", "surrogateescape")
     return struct.pack("<H", len(data)) + data
 
 
-class _Cursor:
-    """Reads a body from front to back and insists on its end."""
+def unpack_exactly(layout: struct.Struct, body: memoryview) -> tuple[int, ...]:
+    """The fields of a body that has no others. Raises ValueError."""
+    if len(body) != layout.size:
+        raise ValueError(f"body of {len(body)} bytes, expected {layout.size}")
+    return layout.unpack(body)
+
+
+class Cursor:
+    """Reads a body from front to back and insists on its end.
+
+    Every method raises ValueError or struct.error where the body is not as it should be, which
+    `Record.decode` turns into CorruptRecord.
+    """
 
     def __init__(self, body: memoryview) -> None:
         self._body = body
         self._position = 0
 
     def take(self, layout: struct.Struct) -> tuple[int, ...]:
+        """The next fields."""
         values = layout.unpack_from(self._body, self._position)
         self._position += layout.size
         return values
 
     def raw(self, length: int) -> bytes:
+        """The next `length` bytes."""
         end = self._position + length
         if end > len(self._body):
             raise ValueError(f"{length} bytes announced, {len(self._body) - self._position} left")
@@ -126,16 +140,17 @@ class _Cursor:
         return data
 
     def string(self) -> str:
+        """The next string."""
         (length,) = self.take(_U16)
         return self.raw(length).decode("utf-8", "surrogateescape")
 
     def done(self) -> None:
+        """Raise ValueError unless all was read."""
         if self._position != len(self._body):
             raise ValueError(f"{len(self._body) - self._position} bytes behind the record's end")
 
 
 _U16: Final = struct.Struct("<H")
-_U32: Final = struct.Struct("<I")
 _U64: Final = struct.Struct("<Q")
 
 
@@ -160,11 +175,11 @@ class VolumeRecord(Record):
         return self._LAYOUT.pack(
             self.format_version, self.uuid, self.created_ns, self.block_bytes, self.chunk_bytes,
             self.codec, self.level, self.encoding,
-        ) + _pack_string(self.name)  # fmt: skip
+        ) + pack_string(self.name)  # fmt: skip
 
     @classmethod
     def _from_body(cls, body: memoryview) -> VolumeRecord:
-        cursor = _Cursor(body)
+        cursor = Cursor(body)
         version, uuid, created, block, chunk, codec, level, encoding = cls._LAYOUT.unpack_from(body)
         cursor.take(cls._LAYOUT)
         name = cursor.string()
@@ -189,11 +204,11 @@ class StoreRecord(Record):
 
     def _body(self) -> bytes:
         fixed = self._LAYOUT.pack(self.store_id, self.state, self.weight)
-        return fixed + _pack_string(self.url) + _pack_string(self.domain)
+        return fixed + pack_string(self.url) + pack_string(self.domain)
 
     @classmethod
     def _from_body(cls, body: memoryview) -> StoreRecord:
-        cursor = _Cursor(body)
+        cursor = Cursor(body)
         store_id, state, weight = cursor.take(cls._LAYOUT)
         record = cls(store_id, StoreState(state), weight, cursor.string(), cursor.string())
         cursor.done()
@@ -231,7 +246,7 @@ class InodeRecord(Record):
 
     @classmethod
     def _from_body(cls, body: memoryview) -> InodeRecord:
-        return cls(*_exactly(cls._LAYOUT, body))
+        return cls(*unpack_exactly(cls._LAYOUT, body))
 
     @property
     def file_type(self) -> FileType:
@@ -240,12 +255,6 @@ class InodeRecord(Record):
     @property
     def is_directory(self) -> bool:
         return self.mode >> 12 == FileType.DIRECTORY
-
-
-def _exactly(layout: struct.Struct, body: memoryview) -> tuple[int, ...]:
-    if len(body) != layout.size:
-        raise ValueError(f"body of {len(body)} bytes, expected {layout.size}")
-    return layout.unpack(body)
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,7 +272,7 @@ class DirentRecord(Record):
 
     @classmethod
     def _from_body(cls, body: memoryview) -> DirentRecord:
-        inode, file_type = _exactly(cls._LAYOUT, body)
+        inode, file_type = unpack_exactly(cls._LAYOUT, body)
         return cls(inode, FileType(file_type))
 
 
@@ -283,7 +292,7 @@ class ExtentRecord(Record):
 
     @classmethod
     def _from_body(cls, body: memoryview) -> ExtentRecord:
-        return cls(*_exactly(cls._LAYOUT, body))
+        return cls(*unpack_exactly(cls._LAYOUT, body))
 
 
 class ChunkPlace(NamedTuple):
@@ -323,7 +332,7 @@ class BlockRecord(Record):
 
     @classmethod
     def _from_body(cls, body: memoryview) -> BlockRecord:
-        cursor = _Cursor(body)
+        cursor = Cursor(body)
         encoding, data, parity, codec, chunk, length, created, count = cursor.take(cls._LAYOUT)
         if count > MAX_CHUNKS_PER_BLOCK:
             raise ValueError(f"{count} chunks are more than a block may have")
@@ -350,7 +359,7 @@ class OwnerRecord(Record):
 
     @classmethod
     def _from_body(cls, body: memoryview) -> OwnerRecord:
-        return cls(*_exactly(_U64, body))
+        return cls(*unpack_exactly(_U64, body))
 
 
 @dataclass(frozen=True, slots=True)
@@ -370,7 +379,7 @@ class DeadBlockRecord(Record):
 
     @classmethod
     def _from_body(cls, body: memoryview) -> DeadBlockRecord:
-        cursor = _Cursor(body)
+        cursor = Cursor(body)
         died, count = cursor.take(cls._LAYOUT)
         store_ids = tuple(cursor.take(cls._PLACE)[0] for _ in range(count))
         cursor.done()
@@ -400,11 +409,11 @@ class SessionRecord(Record):
         fixed = self._LAYOUT.pack(
             self.started_ns, self.heartbeat_ns, self.pid, self.pid_started_ticks
         )
-        return fixed + b"".join(_pack_string(s) for s in (self.host, self.hostname, self.client))
+        return fixed + b"".join(pack_string(s) for s in (self.host, self.hostname, self.client))
 
     @classmethod
     def _from_body(cls, body: memoryview) -> SessionRecord:
-        cursor = _Cursor(body)
+        cursor = Cursor(body)
         started, heartbeat, pid, ticks = cursor.take(cls._LAYOUT)
         record = cls(
             started, heartbeat, pid, ticks, cursor.string(), cursor.string(), cursor.string()
@@ -426,7 +435,7 @@ class CounterRecord(Record):
 
     @classmethod
     def _from_body(cls, body: memoryview) -> CounterRecord:
-        return cls(*_exactly(_U64, body))
+        return cls(*unpack_exactly(_U64, body))
 
 
 @dataclass(frozen=True, slots=True)
@@ -442,7 +451,7 @@ class ParentTimesRecord(Record):
 
     @classmethod
     def _from_body(cls, body: memoryview) -> ParentTimesRecord:
-        return cls(*_exactly(_U64, body))
+        return cls(*unpack_exactly(_U64, body))
 
 
 @dataclass(frozen=True, slots=True)
@@ -459,7 +468,7 @@ class SubdirectoriesRecord(Record):
 
     @classmethod
     def _from_body(cls, body: memoryview) -> SubdirectoriesRecord:
-        return cls(*_exactly(cls._LAYOUT, body))
+        return cls(*unpack_exactly(cls._LAYOUT, body))
 
 
 @dataclass(frozen=True, slots=True)
@@ -491,7 +500,7 @@ class OrphanRecord(Record):
 
     @classmethod
     def _from_body(cls, body: memoryview) -> OrphanRecord:
-        return cls(*_exactly(_U64, body))
+        return cls(*unpack_exactly(_U64, body))
 
 
 # Kinds 32 to 39 are the checkpoint protocol's records: tectonic_client/checkpoint/records.py.

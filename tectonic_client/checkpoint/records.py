@@ -30,7 +30,7 @@ from tectonic_client.errors import (
     TectonicError,
 )
 from tectonic_client.limits import MAX_WORLD_SIZE
-from tectonic_client.records import Record, _Cursor, _exactly, _pack_string
+from tectonic_client.records import Cursor, Record, pack_string, unpack_exactly
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +58,11 @@ class MemberRecord(Record):
         return self._LAYOUT.pack(
             self.session, self.token, self.process, self.born_ns, self.active_ns, self.fence_ns,
             self.world_size, self.pid,
-        ) + _pack_string(self.hostname)  # fmt: skip
+        ) + pack_string(self.hostname)  # fmt: skip
 
     @classmethod
     def _from_body(cls, body: memoryview) -> MemberRecord:
-        cursor = _Cursor(body)
+        cursor = Cursor(body)
         session, token, process, born, active, fence, world_size, pid = cursor.take(cls._LAYOUT)
         hostname = cursor.string()
         cursor.done()
@@ -140,11 +140,11 @@ class AttemptRecord(Record):
         )  # fmt: skip
         texts = (self.run_id, self.hostname, self.verdict.message)
         ranks = b"".join(self._RANK.pack(rank) for rank in self.verdict.ranks)
-        return fixed + b"".join(map(_pack_string, texts)) + ranks
+        return fixed + b"".join(map(pack_string, texts)) + ranks
 
     @classmethod
     def _from_body(cls, body: memoryview) -> AttemptRecord:
-        cursor = _Cursor(body)
+        cursor = Cursor(body)
         attempt, session, token, started, decided, world_size, pid, outcome, count = cursor.take(
             cls._LAYOUT
         )
@@ -180,7 +180,7 @@ class PartRecord(Record):
 
     @classmethod
     def _from_body(cls, body: memoryview) -> PartRecord:
-        return cls(*_exactly(cls._LAYOUT, body))
+        return cls(*unpack_exactly(cls._LAYOUT, body))
 
 
 class ObjectionKind(IntEnum):
@@ -211,11 +211,11 @@ class ObjectionRecord(Record):
 
     def _body(self) -> bytes:
         fixed = self._LAYOUT.pack(self.kind, self.value, self.pid)
-        return fixed + _pack_string(self.hostname) + _pack_string(self.message)
+        return fixed + pack_string(self.hostname) + pack_string(self.message)
 
     @classmethod
     def _from_body(cls, body: memoryview) -> ObjectionRecord:
-        cursor = _Cursor(body)
+        cursor = Cursor(body)
         kind, value, pid = cursor.take(cls._LAYOUT)
         record = cls(ObjectionKind(kind), value, pid, cursor.string(), cursor.string())
         cursor.done()
