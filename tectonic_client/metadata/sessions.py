@@ -47,13 +47,13 @@ def this_host() -> Host:
 
 
 def process_started_ticks(pid: int) -> int | None:
-    """Start time of a process of this host in clock ticks since boot; None if there is none.
+    """Start time of a process of this host in clock ticks since boot; None if none is to be seen.
 
     Pid and start time together never name another process (proc_pid_stat(5), field 22).
     """
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
-    except (FileNotFoundError, ProcessLookupError):
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
         return None
     fields = stat[stat.rindex(b")") + 2 :].split()
     if fields[0] in (b"Z", b"X"):
@@ -123,8 +123,21 @@ def is_alive(tx: ReadTransaction, session_id: int) -> bool:
 def shows_life(record: SessionRecord, now_ns: int) -> bool:
     """Whether a session's process exists (on this host) or its heartbeat is recent (elsewhere)."""
     if record.host == this_host().identity:
-        return process_started_ticks(record.pid) == record.pid_started_ticks
+        ticks = process_started_ticks(record.pid)
+        if ticks is not None or not _is_hidden(record.pid):
+            return ticks == record.pid_started_ticks
     return now_ns - record.heartbeat_ns < SESSION_EXPIRY_S * _NS_PER_S
+
+
+def _is_hidden(pid: int) -> bool:
+    """Whether there is such a process of another user, which /proc may not show (hidepid)."""
+    try:
+        os.kill(pid, 0)
+    except PermissionError:
+        return True
+    except ProcessLookupError:
+        pass
+    return False
 
 
 def list_sessions(tx: ReadTransaction) -> list[tuple[int, SessionRecord]]:

@@ -55,6 +55,23 @@ def test_a_killed_process_is_dead_at_once() -> None:
     assert not kv.read(lambda tx: sessions.is_alive(tx, session_id))
 
 
+def test_a_process_that_proc_hides_is_judged_by_its_heartbeat(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where /proc shows no processes of others (hidepid), their sessions are not taken for dead."""
+
+    def kill(pid: int, signal: int) -> None:
+        raise PermissionError
+
+    kv = MemoryKV()
+    session_id = _open(kv)
+    monkeypatch.setattr(sessions, "process_started_ticks", lambda pid: None)
+    monkeypatch.setattr("os.kill", kill)
+    assert kv.read(lambda tx: sessions.is_alive(tx, session_id))
+    _pretend(kv, session_id, heartbeat_ns=1)
+    assert not kv.read(lambda tx: sessions.is_alive(tx, session_id))
+
+
 def test_a_silent_session_of_another_host_expires() -> None:
     """Elsewhere only the heartbeat counts, on the engine's clock."""
     kv = MemoryKV()
