@@ -10,7 +10,7 @@ import os
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
 import trio
@@ -23,7 +23,13 @@ from tectonic_client.blocks.writer import BlockWriter, Geometry
 from tectonic_client.chunkstore.open import initialise_store, normalise_store_url, open_store
 from tectonic_client.chunkstore.port import ChunkStore
 from tectonic_client.concurrency import unwrapped_groups
-from tectonic_client.errors import BadOption, DeadlineExceeded, TectonicError, VolumeExists
+from tectonic_client.errors import (
+    BadOption,
+    CorruptRecord,
+    DeadlineExceeded,
+    TectonicError,
+    VolumeExists,
+)
 from tectonic_client.filesystem.blocktable import BlockTable
 from tectonic_client.filesystem.chunkcache import ChunkCache
 from tectonic_client.filesystem.core import FileSystem
@@ -55,6 +61,7 @@ from tectonic_client.metadata.volume import read_stores, read_volume, write_volu
 from tectonic_client.records import (
     FORMAT_VERSION,
     Codec,
+    CounterRecord,
     EncodingKind,
     SessionRecord,
     StoreRecord,
@@ -145,11 +152,24 @@ def _create(
     tx: Transaction, record: VolumeRecord, stores: list[StoreRecord], *, force: bool
 ) -> None:
     if force:
-        tx.delete_range(b"", b"\xff")
+        _clear(tx)
     elif tx.get(keys.VOLUME) is not None:
         raise VolumeExists("somebody else formatted the volume at the same time")
     write_volume(tx, record, stores)
     make_root(tx, Owner(os.getuid(), os.getgid()), record.created_ns)
+
+
+def _clear(tx: Transaction) -> None:
+    """Remove a volume, but let the numbers of sessions and leases go on.
+
+    A client that still has it open must not take a session of the new volume for its own, nor
+    publish blocks under ids that are given out again.
+    """
+    numbering = tx.get(keys.NEXT_LEASE)
+    tx.delete_range(b"", b"\xff")
+    if numbering is not None:
+        with suppress(CorruptRecord):  # a damaged volume is what force is there for
+            tx.put(keys.NEXT_LEASE, CounterRecord.decode(numbering).encode())
 
 
 # --- looking from outside ---------------------------------------------------------------------

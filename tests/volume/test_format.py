@@ -17,6 +17,7 @@ from tectonic_client.errors import (
     BadOption,
     BadURL,
     FormatTooNew,
+    SessionLost,
     StoreMismatch,
     VolumeExists,
     VolumeNotFound,
@@ -101,6 +102,24 @@ def test_formatting_over_a_volume_needs_force(tmp_path: Path) -> None:
             assert not await volume.filesystem.exists("/kept")
 
     trio.run(look)
+
+
+def test_a_client_of_a_volume_that_was_formatted_over_is_fenced(tmp_path: Path) -> None:
+    """It finds no session of its own in the new volume, however many sessions that has had."""
+    url, owner = str(tmp_path / "meta.db"), Owner(0, 0)
+    format_volume(url, _options(tmp_path))
+
+    async def main() -> None:
+        async with open_volume(url) as old:
+            await old.filesystem.mkdir(ROOT_INODE, b"before", 0o755, owner)
+            format_volume(url, _options(tmp_path, force=True))
+            async with open_volume(url) as first, open_volume(url) as second:
+                await first.filesystem.mkdir(ROOT_INODE, b"new", 0o755, owner)
+                await second.filesystem.mkdir(ROOT_INODE, b"newer", 0o755, owner)
+                with pytest.raises(SessionLost):
+                    await old.filesystem.mkdir(ROOT_INODE, b"after", 0o755, owner)
+
+    trio.run(main)
 
 
 def test_a_store_of_another_volume_is_not_taken(tmp_path: Path) -> None:
