@@ -44,6 +44,11 @@ def write_block(tx: Transaction, block_id: int, record: BlockRecord) -> None:
     tx.put(keys.block(block_id), record.encode())
 
 
+def own_new(tx: Transaction, block_id: int, inode: int, byte_count: int) -> None:
+    """`inode` is the first to use a block, and uses this much; no round trip, unlike `acquire`."""
+    tx.put(keys.block_owner(block_id, inode), OwnerRecord(byte_count).encode())
+
+
 def acquire(tx: Transaction, block_id: int, inode: int, byte_count: int) -> None:
     """`inode` uses `byte_count` more bytes of the block."""
     live = _live_bytes(tx, block_id, inode)

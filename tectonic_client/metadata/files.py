@@ -50,7 +50,10 @@ def publish(
     for extent in new_extents:
         used[extent.block_id] = used.get(extent.block_id, 0) + extent.length
     for block_id, byte_count in used.items():
-        blocks.acquire(tx, block_id, inode, byte_count)
+        if block_id in new_blocks:
+            blocks.own_new(tx, block_id, inode, byte_count)
+        else:
+            blocks.acquire(tx, block_id, inode, byte_count)
     if new_extents:
         last = new_extents[-1]
         existing = read_extents(
