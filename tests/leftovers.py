@@ -27,7 +27,15 @@ _OF_PYTHON = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 class _Process:
     pid: int
     started: str
-    command: str
+
+    @property
+    def command(self) -> str:
+        """What it runs now; empty once it is gone."""
+        try:
+            line = Path(f"/proc/{self.pid}/cmdline").read_bytes()
+        except OSError:
+            return ""
+        return line.replace(b"\0", b" ").decode(errors="replace").strip()
 
 
 class Leftovers:
@@ -46,11 +54,15 @@ class Leftovers:
     def note(self, test: str) -> None:
         """Remember that what is new was first seen after `test`."""
         pids = _all_pids()
+        self._known_pids &= pids
         for pid in pids - self._known_pids:
-            process = self._inspect(pid)
-            if process is not None:
-                self._processes[process] = test
-        self._known_pids = pids
+            environment = _environment(pid)
+            # Empty: a thread of the kernel, or a process just between two programs.
+            if environment:
+                self._known_pids.add(pid)
+                process = self._inspect(pid, environment)
+                if process is not None:
+                    self._processes[process] = test
         for directory in _fuse_mounts():
             if any(directory.is_relative_to(base) for base in self.directories):
                 self._mounts.setdefault(directory, test)
@@ -60,6 +72,8 @@ class Leftovers:
         self.note("the last test")
         lines = []
         for process, test in self._processes.items():
+            if any(name in process.command for name in _OF_PYTHON):
+                continue
             if not _ends(process, self._patience_s):
                 lines.append(f"process {process.pid} ({process.command}), started in {test}")
                 os.kill(process.pid, signal.SIGKILL)
@@ -68,24 +82,29 @@ class Leftovers:
             subprocess.run(["umount", "--lazy", directory], check=False, timeout=PATIENCE_S)
         return lines
 
-    def _inspect(self, pid: int) -> _Process | None:
+    def _inspect(self, pid: int, environment: bytes) -> _Process | None:
         """The process, if it is ours."""
-        found = Path(f"/proc/{pid}")
         try:
-            environment = (found / "environ").read_bytes().split(b"\0")
             # The command's name, in parentheses, may itself hold spaces and parentheses.
-            fields = (found / "stat").read_text().rpartition(")")[2].split()
-            command = (found / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         except OSError:
             return None  # Gone, or of another user.
-        ours = f"{VARIABLE}={self._token}".encode() in environment or int(fields[1]) == os.getpid()
-        if not ours or any(name in command for name in _OF_PYTHON):
+        word = f"{VARIABLE}={self._token}".encode()
+        ours = word in environment.split(b"\0") or int(fields[1]) == os.getpid()
+        if not ours:
             return None
-        return _Process(pid, fields[19], command.strip())
+        return _Process(pid, fields[19])
 
 
 def _all_pids() -> set[int]:
     return {int(name) for name in os.listdir("/proc") if name.isdigit()}
+
+
+def _environment(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return b""  # Gone, or of another user.
 
 
 def _ends(process: _Process, patience_s: float) -> bool:
