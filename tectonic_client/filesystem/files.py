@@ -48,7 +48,7 @@ from tectonic_client.metadata import files as file_layer
 from tectonic_client.metadata.blocks import named_blocks
 from tectonic_client.metadata.inodes import read_inode, write_inode
 from tectonic_client.metadata.sessions import heartbeat, require_session
-from tectonic_client.records import BlockRecord, InodeRecord
+from tectonic_client.records import BlockRecord, FileType, InodeRecord
 
 Bytes = bytes | bytearray | memoryview
 
@@ -124,10 +124,7 @@ class Files:
             if state.dirty:
                 return
             record, extents = await self._services.kv.read(load)
-            if record.is_directory:
-                raise IsDirectory(f"inode {state.inode} is a directory")
-            if record.mode & 0o170000 != 0o100000:
-                raise InvalidArgument(f"inode {state.inode} is not a regular file")
+            _require_regular(state.inode, record)
             if not record.nlink and state.users == 1:
                 # Only what a handle of this client keeps alive may be opened without a name:
                 # the caller found the inode by a name that is gone, and looks again.
@@ -282,7 +279,10 @@ class Files:
     # --- truncating ---------------------------------------------------------------------------
 
     async def truncate(self, inode: int, size: int, now_ns: int) -> None:
-        """Set the size; bytes beyond it are gone, bytes that it adds read as zeros."""
+        """Set the size; bytes beyond it are gone, bytes that it adds read as zeros.
+
+        Raises IsDirectory, InvalidArgument for what is no regular file, FileTooLarge, StaleHandle.
+        """
         if size < 0 or size > MAX_FILE_BYTES:
             raise FileTooLarge(f"{size} bytes are too large for a file")
         # Entered, so that whoever opens the file meanwhile waits and sees the new size.
@@ -302,8 +302,7 @@ class Files:
     ) -> tuple[InodeRecord, list[Extent]]:
         require_session(tx, self._services.session_id)
         record = read_inode(tx, inode)
-        if record.is_directory:
-            raise IsDirectory(f"inode {inode} is a directory")
+        _require_regular(inode, record)
         if size < record.size:
             file_layer.cut(tx, inode, size)
         record = replace(record, size=size, mtime_ns=now_ns, ctime_ns=now_ns)
@@ -487,3 +486,10 @@ class _Update:
 
 def _head(key: ChunkKey, store: ChunkStore) -> int:
     return store.head(key)
+
+
+def _require_regular(inode: int, record: InodeRecord) -> None:
+    if record.is_directory:
+        raise IsDirectory(f"inode {inode} is a directory")
+    if record.file_type is not FileType.REGULAR:
+        raise InvalidArgument(f"inode {inode} is not a regular file")

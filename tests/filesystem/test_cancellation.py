@@ -85,6 +85,7 @@ class Setting:
         return await self.volume.filesystem.fsync(self.handle)
 
     async def read(self) -> object:
+        await self.flush()  # else all may still be in memory, and nothing waits
         for offset in range(0, len(FIRST), 50_000):
             await self.volume.filesystem.read(self.handle, offset, 50_000)
         return None
