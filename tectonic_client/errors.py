@@ -215,8 +215,11 @@ class RanksMissing(CheckpointError):
     """Some ranks did not arrive; `ranks` names them. Nothing became visible."""
 
     def __init__(self, message: str, ranks: tuple[int, ...]) -> None:
-        super().__init__(message)
+        super().__init__(message, ranks)
         self.ranks = ranks
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class RankMismatch(CheckpointError):
@@ -227,8 +230,11 @@ class StateMismatch(CheckpointError):
     """The state to load into differs from the checkpoint; `problems` lists every difference."""
 
     def __init__(self, message: str, problems: tuple[str, ...]) -> None:
-        super().__init__(message)
+        super().__init__(message, problems)
         self.problems = problems
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class UnsupportedLeaf(CheckpointError):

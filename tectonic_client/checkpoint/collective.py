@@ -129,6 +129,7 @@ class Save:
         self._timeout_s = timeout_s
         self._deadline = clock() + timeout_s
         self._pause_s = CHECKPOINT_POLL_MIN_S
+        self._objected = False
         self.attempt: Attempt | None = None
         self.arrived = False
 
@@ -158,6 +159,8 @@ class Save:
     def give_up(self, reason: str) -> Steps:
         """Tell the other ranks that this one cannot go on; best done quickly."""
         attempt = self.attempt
+        if self._objected:
+            return  # the others know a better reason already
         if attempt is None:
             if self._me.rank == 0:
                 return
@@ -210,6 +213,7 @@ class Save:
         if error is not None:
             raise error
         if found.record.world_size != self._me.world_size:
+            self.attempt, self._objected = found, True
             yield from self._object(found, ObjectionKind.WORLD_SIZE, self._me.world_size)
             raise world_size_differs(self._me, found)
         return found

@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import trio
@@ -26,8 +27,9 @@ from tectonic_client.checkpoint.state import FlatState, flatten
 from tectonic_client.checkpoint.transfer import discard_file, write_bytes, write_file
 from tectonic_client.checkpoint.tree import encode_tree
 from tectonic_client.concurrency import unwrapped_groups
-from tectonic_client.errors import TectonicError
+from tectonic_client.errors import TectonicError, UnknownOutcome
 from tectonic_client.limits import CHECKPOINT_GIVE_UP_S
+from tectonic_client.metadata.blocks import read_blocks
 from tectonic_client.volume import Volume
 
 _log = logging.getLogger(__name__)
@@ -104,8 +106,11 @@ async def save_state(
                 await driver.run(save.run())
     except BaseException as error:
         with trio.move_on_after(CHECKPOINT_GIVE_UP_S, shield=True):
-            await _give_up(volume, driver, save, upload, error)
+            await _give_up(driver, save, error)
         raise
+    finally:
+        with trio.move_on_after(CHECKPOINT_GIVE_UP_S, shield=True):
+            await driver.remove_unused(upload)
     assert upload.file is not None
     total_s = time.perf_counter() - begun
     return SaveReport(
@@ -114,14 +119,10 @@ async def save_state(
     )  # fmt: skip
 
 
-async def _give_up(
-    volume: Volume, driver: _Driver, save: Save, upload: _Upload | None, error: BaseException
-) -> None:
-    """Tell the others at once, and delete what no attempt has taken over."""
+async def _give_up(driver: _Driver, save: Save, error: BaseException) -> None:
+    """Tell the others at once."""
     try:
         await driver.run(save.give_up(str(error) or type(error).__name__))
-        if upload is not None and upload.file is not None and not save.arrived:
-            await discard_file(volume, upload.file.written)
     except TectonicError as second:
         _log.info("giving up a save: %s", second)
 
@@ -132,7 +133,30 @@ class _Driver:
     def __init__(self, volume: Volume, metadata: Mapping[str, Any]) -> None:
         self._volume = volume
         self._metadata = metadata
+        self._indexes: list[PendingFile] = []
+        self._answers_lost = False
         self.interrupt = trio.Event()
+
+    async def remove_unused(self, upload: _Upload | None) -> None:
+        """Delete the chunks of files that no attempt has taken over.
+
+        Where the answer to a transaction was lost, it may still be taking them over: they are left
+        to whoever cleans up the lease when this session has ended.
+        """
+        file = None if upload is None else upload.file
+        for pending in (*self._indexes, *([] if file is None else [file])):
+            blocks = pending.written.blocks
+            try:
+                named = await self._volume.kv.read(partial(read_blocks, block_ids=list(blocks)))
+                if any(record is not None for record in named):
+                    continue
+                if not self._answers_lost:
+                    await discard_file(self._volume, pending.written)
+                    continue
+            except TectonicError as error:
+                _log.info("removing unused chunks: %s", error)
+            for block_id in blocks:
+                self._volume.debris.note(block_id)
 
     async def run(self, steps: Generator[Request, Any, Attempt | None]) -> None:
         """Run a generator of the protocol to its end. Raises what it raises.
@@ -154,6 +178,7 @@ class _Driver:
             try:
                 answer = await self._answer(request)
             except TectonicError as error:
+                self._answers_lost = self._answers_lost or isinstance(error, UnknownOutcome)
                 failure = error
 
     async def _answer(self, request: Request) -> Any:
@@ -170,7 +195,9 @@ class _Driver:
                     make_index(attempt.step, attempt.record, parts, time.time_ns(), self._metadata)
                 )
                 inode = await self._volume.ids.next_id()
-                return PendingFile(inode, await write_bytes(self._volume, data, time.time_ns()))
+                written = await write_bytes(self._volume, data, time.time_ns())
+                self._indexes.append(PendingFile(inode, written))
+                return self._indexes[-1]
 
     async def _pause(self, seconds: float) -> None:
         if self.interrupt.is_set():
