@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -116,8 +116,14 @@ def heartbeat(tx: Transaction, session_id: int) -> None:
 
 def is_alive(tx: ReadTransaction, session_id: int) -> bool:
     """Whether the session exists and neither its heartbeat nor its process is gone."""
-    record = read_session(tx, session_id)
-    return record is not None and shows_life(record, tx.now_ns())
+    return session_id in living(tx, [session_id])
+
+
+def living(tx: ReadTransaction, session_ids: Collection[int]) -> set[int]:
+    """Those of the sessions that are alive; one round trip."""
+    now = tx.now_ns()
+    records = zip(session_ids, read_sessions(tx, list(session_ids)), strict=True)
+    return {sid for sid, record in records if record is not None and shows_life(record, now)}
 
 
 def shows_life(record: SessionRecord, now_ns: int) -> bool:

@@ -90,13 +90,14 @@ class Cleaner:
         """At most a page of them."""
         found: list[int] = []
         for page in scan_layer(tx, keys.ORPHAN):
-            for key, value in page:
-                inode, holder = keys.parse_group(key), OrphanRecord.decode(value).session
+            holders = {keys.parse_group(key): OrphanRecord.decode(row).session for key, row in page}
+            living = sessions.living(tx, {*holders.values()})
+            for inode, holder in holders.items():
                 if holder == self._session_id:
                     # With links it is no removed file but a hidden directory that is in use.
                     abandoned = not self._is_open(inode) and not read_inode(tx, inode).nlink
                 else:
-                    abandoned = not sessions.is_alive(tx, holder)
+                    abandoned = holder not in living
                 if abandoned:
                     found.append(inode)
             if len(found) >= SCAN_PAGE_ROWS:
