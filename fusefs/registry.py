@@ -173,10 +173,12 @@ def living_daemon(directory: str, user_id: int) -> Iterator[Daemon | None]:
     for folder in _candidates(user_id):
         path = os.path.join(folder, _file_name(directory))
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError:
             continue
         try:
+            if os.fstat(descriptor).st_uid != user_id:
+                continue  # Anybody may make files in /tmp; theirs could name any process.
             if not _try_lock(descriptor):
                 yield Daemon(descriptor)
                 return

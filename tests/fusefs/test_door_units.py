@@ -184,6 +184,16 @@ def _hold(pipe: Connection, outcome: str | None) -> None:
         claim.finish(outcome)
 
 
+def test_files_of_other_users_are_not_believed(state_directory: Path) -> None:
+    """A file that somebody else made in /tmp names no daemon: it could name any process."""
+    claim = registry.claim("/mnt/x", None)
+    with registry.living_daemon("/mnt/x", os.getuid()) as daemon:
+        assert daemon is not None
+    with registry.living_daemon("/mnt/x", os.getuid() + 1) as daemon:
+        assert daemon is None
+    claim.finish(registry.CLEAN)
+
+
 @pytest.mark.parametrize("outcome", [registry.CLEAN, "the store is full", None])
 def test_waiting_for_a_daemon_tells_how_it_ended(
     state_directory: Path, outcome: str | None
