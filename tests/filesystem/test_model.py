@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import itertools
-import shutil
 import tempfile
 from pathlib import Path
 
 import trio
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tectonic_client.records import Codec
 from tectonic_client.volume import FormatOptions, format_volume, open_volume
 from tests.filesystem.trees import HostTree, VolumeTree
+from tests.leaks import assert_no_leaks, clean
+from tests.postgres import PostgresServer
 
 _numbers = itertools.count()
 _names = st.sampled_from([b"a", b"b", b"c"])
@@ -50,44 +51,63 @@ _operations = st.one_of(
 )
 
 
-def _format(codec: Codec) -> str:
-    number = next(_numbers)
-    url = f"memory://model-{number}"
-    format_volume(
-        url,
-        FormatOptions(
-            name="model",
-            stores=(f"memory://model-{number}-a", f"memory://model-{number}-b"),
-            block_bytes=128 * 1024,
-            chunk_bytes=64 * 1024,
-            codec=codec,
-        ),
+_sequences = st.lists(_operations, min_size=1, max_size=25)
+_codecs = st.sampled_from([Codec.NONE, Codec.AUTO])
+
+
+def _format(url: str, stores: tuple[str, ...], codec: Codec) -> str:
+    options = FormatOptions(
+        name="model", stores=stores, block_bytes=128 * 1024, chunk_bytes=64 * 1024, codec=codec
     )
+    format_volume(url, options)
     return url
 
 
-@given(
-    operations=st.lists(_operations, min_size=1, max_size=25),
-    codec=st.sampled_from([Codec.NONE, Codec.AUTO]),
-)
+async def _play(url: str, host_root: Path, operations: list[tuple[object, ...]]) -> None:
+    """Run the operations on both sides; then another client finds nothing wrong."""
+    async with open_volume(url) as volume:
+        host, subject = HostTree(host_root), VolumeTree(volume.filesystem)
+        for number, (name, *arguments) in enumerate(operations):
+            expected = host.run(str(name), *arguments)
+            found = await subject.run(str(name), *arguments)
+            assert found == expected, f"operation {number}: {name} {arguments}"
+    assert volume.pool.used_bytes == 0, "leaked buffers"
+    async with open_volume(url) as volume:
+        await clean(volume)
+        await assert_no_leaks(volume)
+
+
+@given(operations=_sequences, codec=_codecs)
 def test_operations_agree_with_a_host_directory(
     operations: list[tuple[object, ...]], codec: Codec
 ) -> None:
     """Every sequence of operations gives the same results and errnos as on the host."""
-    host_root = Path(tempfile.mkdtemp(prefix="tectonicfs-model-"))
+    name = f"memory://model-{next(_numbers)}"
+    with tempfile.TemporaryDirectory(prefix="tectonicfs-model-") as host_root:
+        url = _format(name, (f"{name}-a", f"{name}-b"), codec)
+        trio.run(_play, url, Path(host_root), operations)
 
-    async def play() -> None:
-        async with open_volume(_format(codec)) as volume:
-            host, subject = HostTree(host_root), VolumeTree(volume.filesystem)
-            for number, (name, *arguments) in enumerate(operations):
-                expected = host.run(str(name), *arguments)
-                found = await subject.run(str(name), *arguments)
-                assert found == expected, f"operation {number}: {name} {arguments}"
-            await volume.filesystem.sync()
-            volume.cache.clear()
-            assert volume.pool.used_bytes == 0, "leaked buffers"
 
-    try:
-        trio.run(play)
-    finally:
-        shutil.rmtree(host_root)
+@settings(max_examples=settings.default.max_examples // 4)
+@given(operations=_sequences, codec=_codecs)
+def test_the_embedded_engine_and_flash_agree_with_a_host_directory(
+    operations: list[tuple[object, ...]], codec: Codec
+) -> None:
+    """The same with what a volume on one machine is made of."""
+    with tempfile.TemporaryDirectory(prefix="tectonicfs-model-") as directory:
+        base, host_root = Path(directory), Path(directory, "host")
+        host_root.mkdir()
+        url = _format(str(base / "meta.db"), (str(base / "a"),), codec)
+        trio.run(_play, url, host_root, operations)
+
+
+@settings(max_examples=settings.default.max_examples // 4)
+@given(operations=_sequences, codec=_codecs)
+def test_postgresql_agrees_with_a_host_directory(
+    postgres_server: PostgresServer, operations: list[tuple[object, ...]], codec: Codec
+) -> None:
+    """The same with the engine of a cluster."""
+    with tempfile.TemporaryDirectory(prefix="tectonicfs-model-") as host_root:
+        store = f"memory://model-{next(_numbers)}"
+        url = _format(postgres_server.fresh_url(), (store,), codec)
+        trio.run(_play, url, Path(host_root), operations)
