@@ -189,8 +189,10 @@ class WriteLog:
         May be called again when it was cancelled or the publishing transaction failed; appending
         goes on in a new block. Raises the first error of any put: abandon the log then.
         """
-        if self._filling is not None:
+        if self._blocks:
+            # Also where it ends with a whole chunk: a block in doubt must not get any longer.
             self._blocks[-1].full = True
+        if self._filling is not None:
             self._dispatch()
         await self._settle()
         self._raise_error()

@@ -357,14 +357,19 @@ def test_bytes_in_doubt_survive_a_later_loss(done: bool) -> None:
     _run(body)
 
 
+@pytest.mark.parametrize("size", [len(NEW), CHUNK_BYTES])
 @pytest.mark.parametrize("done", [False, True])
-def test_writing_on_after_a_flush_in_doubt(done: bool) -> None:
-    """The second flush publishes what came after the first one, whether or not that took effect."""
+def test_writing_on_after_a_flush_in_doubt(done: bool, size: int) -> None:
+    """The second flush publishes what came after the first one, whether or not that took effect.
+
+    Also where the first one ended with a whole chunk, in a block that has room for more.
+    """
+    first = NEW[:size]
 
     async def body(url: str, faults: Faults, volume: Volume) -> None:
         fs = volume.filesystem
         handle = await _open_old(volume)
-        await fs.write(handle, 0, NEW)
+        await fs.write(handle, 0, first)
         if done:
             faults.kv.lose_answer(1)
         else:
@@ -376,7 +381,7 @@ def test_writing_on_after_a_flush_in_doubt(done: bool) -> None:
         await fs.flush(handle)
         await fs.release(handle)
         expected = bytearray(OLD + NEW)
-        expected[: len(NEW)] = NEW
+        expected[:size] = first
         expected[10:15] = b"later"
         assert await load_file(fs, b"old") == expected
 
