@@ -30,7 +30,12 @@ class IdAllocator:
         async with self._lock:
             for fresh in self._ids:
                 return fresh
-            lease = await self._kv.transact(lambda tx: take_lease(tx, self.session_id))
+            # Chunks are durable before the metadata that names them. Were the lease not, a power
+            # loss could take it back, and its ids would be given out again while stores hold chunks
+            # under them.
+            lease = await self._kv.transact(
+                lambda tx: take_lease(tx, self.session_id), durable=True
+            )
             self.leases.append(lease)
             self._ids = iter(lease_range(lease))
             return next(self._ids)
