@@ -107,25 +107,16 @@ def _without(extent: Extent, covers: Sequence[Extent]) -> list[Extent]:
     return rests if rest is None else [*rests, rest]
 
 
-def punch(existing: Sequence[Extent], start: int, end: int) -> OverlayPlan:
-    """Make a hole of the file bytes [start, end)."""
-    return _drop_cover(existing, start, end)
-
-
 def truncate(existing: Sequence[Extent], size: int) -> OverlayPlan:
     """Remove everything from file offset `size` on."""
     end = max((extent.end for extent in existing), default=size)
-    return _drop_cover(existing, size, max(end, size))
-
-
-def _drop_cover(existing: Sequence[Extent], start: int, end: int) -> OverlayPlan:
-    if start >= end:
+    if size >= end:
         return OverlayPlan()
-    cover = Extent(start, end - start, 0, 0)
+    cover = Extent(size, end - size, 0, 0)
     plan = overlay(existing, [cover])
     plan.written.remove(cover)
-    if any(extent.file_offset == start for extent in existing):
-        plan.deleted_offsets.append(start)
+    if any(extent.file_offset == size for extent in existing):
+        plan.deleted_offsets.append(size)
     return plan
 
 

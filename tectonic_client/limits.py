@@ -231,9 +231,6 @@ METADATA_RETRY_MIN_S: Final = 0.002
 METADATA_RETRY_MAX_S: Final = 0.5
 """Longest pause: how late a client notices that the database is back."""
 
-STORE_DEADLINE_S: Final = 60.0
-"""A chunk operation that got no answer by then fails."""
-
 HEARTBEAT_INTERVAL_S: Final = 5.0
 """How often a session shows that it lives."""
 
@@ -285,5 +282,5 @@ MOUNT_READY_S: Final = 60.0
 """A new mount that has not answered a stat by then is given up."""
 
 UMOUNT_WAIT_S: Final = 240.0
-"""How long umount waits for the daemon: longer than STORE_DEADLINE_S for the requests in flight
-and SHUTDOWN_DEADLINE_S for the flush together."""
+"""How long umount waits for the daemon: longer than SHUTDOWN_DEADLINE_S for the
+flush and as much again for the requests in flight."""

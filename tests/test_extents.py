@@ -11,7 +11,6 @@ from tectonic_client.extents import (
     OverlayPlan,
     coalesce,
     overlay,
-    punch,
     truncate,
 )
 
@@ -68,7 +67,7 @@ def _live(stored: dict[int, Extent]) -> dict[int, int]:
 def test_stored_extents_follow_writes_and_cuts(
     batches: list[list[tuple[int, int]]], cuts: list[int]
 ) -> None:
-    """overlay, punch and truncate keep stored extents equal to a byte array, and count releases."""
+    """overlay and truncate keep stored extents equal to a byte array, and count releases."""
     oracle, block = Oracle(), 0
     stored: dict[int, Extent] = {}
     used: dict[int, int] = {}
@@ -93,13 +92,8 @@ def test_stored_extents_follow_writes_and_cuts(
             settle(overlay(_touching(stored, new[0].file_offset, new[-1].end), new))
         if number < len(cuts):
             cut = cuts[number]
-            if number % 2:
-                settle(truncate(_touching(stored, cut, SIZE), cut))
-                oracle.bytes[cut:] = [None] * (SIZE - cut)
-            else:
-                end = min(cut + 9, SIZE)
-                settle(punch(_touching(stored, cut, end), cut, end))
-                oracle.bytes[cut:end] = [None] * (end - cut)
+            settle(truncate(_touching(stored, cut, SIZE), cut))
+            oracle.bytes[cut:] = [None] * (SIZE - cut)
         assert oracle.agrees(sorted(stored.values()))
         live = {b: used[b] - released.get(b, 0) for b in used}
         assert {b: n for b, n in live.items() if n} == _live(stored)

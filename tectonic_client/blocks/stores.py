@@ -1,7 +1,7 @@
 """The stores of an open volume, and the few threads that wait for them.
 
-Each store has slots of its own, so that one which hangs holds up only those who need it. Whoever
-moves a chunk takes its slot first, then memory to move it with: memory never waits for a slot.
+Each store has slots of its own, so that one which hangs holds up only those who need it. Readers
+take their slot first, then memory: what is free is never held by one that only waits.
 
 A call in a thread is not given up when its task is cancelled, because the thread may be using a
 buffer that the task would give back. It ends by the store's own deadline: the device's request

@@ -11,13 +11,12 @@ import stat
 
 from tectonic_client.errors import (
     InvalidArgument,
-    IsDirectory,
     NotDirectory,
     NotFound,
     TooManySymlinks,
 )
 from tectonic_client.kv.port import ReadTransaction
-from tectonic_client.limits import MAX_PATH_DEPTH, MAX_SYMLINKS_FOLLOWED
+from tectonic_client.limits import MAX_PATH_DEPTH, MAX_SYMLINKS_FOLLOWED, SCAN_PAGE_ROWS
 from tectonic_client.metadata.inodes import read_directory, read_inode, read_symlink
 from tectonic_client.metadata.names import list_entries, read_entry
 from tectonic_client.records import FileType
@@ -66,16 +65,6 @@ def _refuse_non_directory(tx: ReadTransaction, inode: int, path: str | bytes) ->
         raise NotDirectory(f"{os.fsdecode(path)}: a part of the path is not a directory")
 
 
-def resolve_parent(tx: ReadTransaction, path: str | bytes) -> tuple[int, bytes]:
-    """Directory and name that a path's last part stands for, whether or not it exists."""
-    parts = parts_of(path)
-    if not parts or parts[-1] == b"..":
-        raise IsDirectory(f"{os.fsdecode(path)}: names no entry of a directory")
-    parent = resolve(tx, b"/" + b"/".join(parts[:-1]))
-    read_directory(tx, parent)
-    return parent, parts[-1]
-
-
 def path_of(tx: ReadTransaction, inode: int) -> str:
     """A path of the inode for messages; `<inode N>` where it has no name any more.
 
@@ -99,7 +88,7 @@ def _name_in_parent(tx: ReadTransaction, inode: int) -> bytes | None:
     if not record.nlink or not stat.S_IFMT(record.mode):
         return None
     cookie = 0
-    while page := list_entries(tx, record.parent, cookie, 1000):
+    while page := list_entries(tx, record.parent, cookie, SCAN_PAGE_ROWS):
         for entry in page:
             if entry.record.inode == inode:
                 return entry.name
