@@ -187,7 +187,7 @@ MAX_VERDICT_BYTES: Final = 4 * KiB
 CHECKPOINT_POLL_MIN_S: Final = 0.002
 """First pause of a rank that waits for others; it doubles up to a bound that grows with ranks."""
 
-CHECKPOINT_POLL_MAX_S: Final = 0.02
+CHECKPOINT_POLL_MAX_S: Final = 0.005
 """Longest pause of a waiting rank, plus CHECKPOINT_POLL_PER_RANK_S for each rank."""
 
 CHECKPOINT_POLL_PER_RANK_S: Final = 50e-6

@@ -90,9 +90,11 @@ class CheckpointManager:
             born_ns=await volume.kv.read(lambda tx: tx.now_ns()), pid=os.getpid(),
             hostname=this_host().name,
         )  # fmt: skip
-        self._memory.registered = await volume.kv.transact(
-            lambda tx: register(tx, run_directory, identity, saving=False)
-        )
+        if self.world_size > 1:
+            # A lone rank registers when it saves: others of its run may only want to look.
+            self._memory.registered = await volume.kv.transact(
+                lambda tx: register(tx, run_directory, identity, saving=False)
+            )
         return identity, run_directory
 
     # --- saving and loading -------------------------------------------------------------------
