@@ -4,8 +4,8 @@ Each store has slots of its own, so that one which hangs holds up only those who
 take their slot first, then memory: what is free is never held by one that only waits.
 
 A call in a thread is not given up when its task is cancelled, because the thread may be using a
-buffer that the task would give back. It ends by the store's own deadline: the device's request
-timeout below a directory, STORE_DEADLINE_S at a remote store.
+buffer that the task would give back. It ends by the store's own deadline: below a directory
+that is the request timeout of the device.
 """
 
 from __future__ import annotations
