@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ from tectonic_client.errors import (
     NotFound,
     StaleHandle,
     StepNotFound,
+    TectonicError,
 )
 from tectonic_client.filesystem.namespace import Actor, detach_tree
 from tectonic_client.filesystem.paths import resolve
@@ -24,6 +26,8 @@ from tectonic_client.metadata import keys
 from tectonic_client.metadata.names import list_entries
 from tectonic_client.records import FileType
 from tectonic_client.volume import Volume
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +143,10 @@ class CheckpointDirectory:
         return size_bytes
 
     async def delete(self, step: int) -> None:
-        """Remove a step: at once from sight, then its data. Raises StepNotFound."""
+        """Remove a step: at once from sight, then its data. Raises StepNotFound.
+
+        Data that cannot be removed now (a store is away) is left to the cleaner.
+        """
         await self.require(step)
         actor = Actor(self._volume.session_id, time.time_ns())
         name = step_name(step).encode()
@@ -149,8 +156,11 @@ class CheckpointDirectory:
             )
         except NotFound:
             raise StepNotFound(f"no committed step {step} in {self.path}") from None
-        await self._volume.cleaner.reclaim(inode)
-        await self._volume.cleaner.delete_dead_blocks()
+        try:
+            await self._volume.cleaner.reclaim(inode)
+            await self._volume.cleaner.delete_dead_blocks()
+        except TectonicError as error:
+            _log.warning("step %d is removed, its data will be later: %s", step, error)
 
 
 def _shown(steps: list[int]) -> str:
