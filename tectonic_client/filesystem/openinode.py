@@ -8,7 +8,7 @@ step between two awaits sees a consistent state.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import trio
 
@@ -78,18 +78,8 @@ class OpenInode:
         """Attributes as this client must see them: with its unflushed writes."""
         if self.mtime_ns is None:
             return attributes
-        return Attributes(
-            inode=attributes.inode,
-            mode=attributes.mode,
-            nlink=attributes.nlink,
-            uid=attributes.uid,
-            gid=attributes.gid,
-            rdev=attributes.rdev,
-            size=self.size,
-            atime_ns=attributes.atime_ns,
-            mtime_ns=self.mtime_ns,
-            ctime_ns=max(self.mtime_ns, attributes.ctime_ns),
-        )
+        ctime_ns = max(self.mtime_ns, attributes.ctime_ns)
+        return replace(attributes, size=self.size, mtime_ns=self.mtime_ns, ctime_ns=ctime_ns)
 
 
 @dataclass(slots=True)
