@@ -12,7 +12,7 @@ from tectonic_client.checkpoint.names import check_rank, part_name
 from tectonic_client.checkpoint.state import LoadPlan, build, flatten, match
 from tectonic_client.checkpoint.transfer import StoredFile
 from tectonic_client.checkpoint.tree import Node, decode_tree
-from tectonic_client.errors import CorruptCheckpoint, RankMismatch
+from tectonic_client.errors import ChunkMissing, CorruptCheckpoint, RankMismatch
 from tectonic_client.limits import CHECKPOINT_READ_GAP_BYTES
 
 
@@ -48,7 +48,7 @@ async def load_state(
     begun = time.perf_counter()
     part = await _open(directory, step, rank, world_size)
     plan = match(flatten(state), part.tree, part.layout.by_name())
-    read = await _fill(part, plan)
+    read = await _fill(directory, part, plan)
     plan.assign()
     return LoadReport(part.step, rank, read, time.perf_counter() - begun)
 
@@ -60,7 +60,7 @@ async def read_state(
     part = await _open(directory, step, rank, world_size)
     tensors = part.layout.by_name()
     state = build(part.tree, tensors)
-    await _fill(part, match(flatten(state), part.tree, tensors))
+    await _fill(directory, part, match(flatten(state), part.tree, tensors))
     return state
 
 
@@ -83,13 +83,17 @@ async def _open(
     return _Part(step, file, layout, decode_tree(document))
 
 
-async def _fill(part: _Part, plan: LoadPlan) -> int:
+async def _fill(directory: CheckpointDirectory, part: _Part, plan: LoadPlan) -> int:
     """Read the tensors that the plan wants; returns their bytes."""
     positions = {tensor.name: index for index, tensor in enumerate(part.layout.tensors)}
     targets = {positions[name]: leaves for name, leaves in plan.targets}
     reads = plan_reads(
         part.layout, targets, part.file.borders(), gap_bytes=CHECKPOINT_READ_GAP_BYTES
     )
-    await part.file.scatter(reads, targets)
+    try:
+        await part.file.scatter(reads, targets)
+    except ChunkMissing:
+        await directory.require(part.step)  # a step that was deleted meanwhile is not corrupt
+        raise
     tensors = (part.layout.tensors[index] for index in targets)
     return sum(tensor.end - tensor.start for tensor in tensors)
