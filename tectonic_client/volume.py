@@ -20,7 +20,12 @@ from tectonic_client.blocks.buffers import BufferPool
 from tectonic_client.blocks.reader import BlockReader
 from tectonic_client.blocks.stores import StoreSet
 from tectonic_client.blocks.writer import BlockWriter, Geometry
-from tectonic_client.chunkstore.open import initialise_store, normalise_store_url, open_store
+from tectonic_client.chunkstore.open import (
+    check_store,
+    initialise_store,
+    normalise_store_url,
+    open_store,
+)
 from tectonic_client.chunkstore.port import ChunkStore
 from tectonic_client.concurrency import unwrapped_groups
 from tectonic_client.errors import (
@@ -133,6 +138,8 @@ def format_volume(meta_url: str, options: FormatOptions) -> VolumeRecord:
             StoreRecord(number, StoreState.ACTIVE, 100, url, f"store{number}")
             for number, url in enumerate(urls)
         ]
+        for url in urls:  # all of them before anything is destroyed
+            check_store(url, force=options.force)
         for store in stores:
             initialise_store(store.url, record.uuid, store.store_id, force=options.force)
         kv.transact(lambda tx: _create(tx, record, stores, force=options.force), durable=True)

@@ -111,13 +111,29 @@ class FlashStore:
             _make_directory(directory)
             root = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
             try:
-                _clear(directory, root, force=force)
+                _refuse_foreign(directory, root, force=force)
+                _clear(directory, root)
                 os.mkdir(_CHUNKS, dir_fd=root)
                 for number in range(_FAN_OUT):
                     os.mkdir(f"{_CHUNKS}/{_fan_out_of(number)}", dir_fd=root)
                 _sync_directory(_CHUNKS, root)
                 _write_marker(root, StoreMarker(volume_uuid, store_id))
                 os.fsync(root)
+            finally:
+                os.close(root)
+
+    @staticmethod
+    def check(directory: str, *, force: bool = False) -> None:
+        """Raise what `initialise` would raise before it changes anything, as far as can be told."""
+        with _mapped(directory, "initialising", _INITIALISING):
+            try:
+                root = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+            except FileNotFoundError:
+                return
+            try:
+                _refuse_foreign(directory, root, force=force)
+                if not os.access(directory, os.W_OK):
+                    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
             finally:
                 os.close(root)
 
@@ -373,16 +389,25 @@ def _write_marker(root: int, marker: StoreMarker) -> None:
 # --- an older store ---------------------------------------------------------------------------
 
 
-def _clear(directory: str, root: int, *, force: bool) -> None:
-    """Refuse a directory that holds something else; with `force` remove an older store."""
-    names = set(os.listdir(root)) - {"lost+found"}
+def _refuse_foreign(directory: str, root: int, *, force: bool) -> None:
+    """Raise StoreMismatch over something else in the directory; without `force` over a store."""
+    names = _contents(root)
     ours = {MARKER, _NEW_MARKER, _CHUNKS, _OLD_CHUNKS}
-    if not names:
-        return
     if MARKER not in names and not names <= ours:
         raise StoreMismatch(f"directory {directory} is not empty and not a chunk store")
-    if not force:
+    if names and not force:
         raise StoreMismatch(f"directory {directory} {_tenant(directory, root)}: --force removes it")
+
+
+def _contents(root: int) -> set[str]:
+    return set(os.listdir(root)) - {"lost+found"}
+
+
+def _clear(directory: str, root: int) -> None:
+    """Remove an older store."""
+    names = _contents(root)
+    if not names:
+        return
     for name in (MARKER, _NEW_MARKER):
         with suppress(FileNotFoundError):
             os.unlink(name, dir_fd=root)

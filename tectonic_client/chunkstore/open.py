@@ -33,6 +33,14 @@ def normalise_store_url(url: str) -> str:
     )
 
 
+def check_store(url: str, *, force: bool = False) -> None:
+    """Raise what `initialise_store` would raise before it changes anything."""
+    if not url.startswith(_MEMORY):
+        FlashStore.check(url, force=force)
+    elif url in _memory_stores and not force:
+        raise StoreMismatch(f"{url} is {_memory_stores[url][0]} already: --force removes it")
+
+
 def initialise_store(url: str, volume_uuid: bytes, store_id: int, *, force: bool = False) -> None:
     """Prepare a store for a new volume; `force` destroys the one that is there.
 
@@ -41,8 +49,7 @@ def initialise_store(url: str, volume_uuid: bytes, store_id: int, *, force: bool
     if not url.startswith(_MEMORY):
         FlashStore.initialise(url, volume_uuid, store_id, force=force)
         return
-    if url in _memory_stores and not force:
-        raise StoreMismatch(f"{url} is {_memory_stores[url][0]} already: --force removes it")
+    check_store(url, force=force)
     _memory_stores[url] = StoreMarker(volume_uuid, store_id), MemoryChunks()
 
 

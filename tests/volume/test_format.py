@@ -104,6 +104,19 @@ def test_formatting_over_a_volume_needs_force(tmp_path: Path) -> None:
     trio.run(look)
 
 
+def test_a_store_that_cannot_be_taken_costs_the_others_nothing(tmp_path: Path) -> None:
+    """A forced format that fails over its second store has not cleared its first one."""
+    url = str(tmp_path / "meta.db")
+    format_volume(url, _options(tmp_path))
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "thesis.tex").write_text("do not touch")
+    stores = (str(tmp_path / "store"), str(precious))
+    with pytest.raises(StoreMismatch, match="not empty"):
+        format_volume(url, _options(tmp_path, stores=stores, force=True))
+    _open(url)
+
+
 def test_a_client_of_a_volume_that_was_formatted_over_is_fenced(tmp_path: Path) -> None:
     """It finds no session of its own in the new volume, however many sessions that has had."""
     url, owner = str(tmp_path / "meta.db"), Owner(0, 0)
