@@ -225,9 +225,14 @@ class FileSystem:
         try:
             return await self._files.read(opened, offset, size)
         except CorruptionError as error:
-            inode = opened.state.inode
-            path = await self._kv.read(lambda tx: path_of(tx, inode))
+            path = await self._path_of(opened.state.inode)
             raise type(error)(f"{path}: {error}") from error
+
+    async def _path_of(self, inode: int) -> str:
+        try:
+            return await self._kv.read(lambda tx: path_of(tx, inode))
+        except TectonicError:  # what is told of the inode matters more than its path
+            return f"<inode {inode}>"
 
     async def write(self, handle: int, offset: int, data: Bytes) -> int:
         """Write all of `data`. Raises NoSpace and other store errors, maybe of earlier writes."""

@@ -102,6 +102,10 @@ class Files:
         state = self._enter(inode)
         try:
             await self._reload(state)
+            if state.record is not None and not state.record.nlink and state.users == 1:
+                # Only what a handle of this client keeps alive may be opened without a name:
+                # the caller found the inode by a name that is gone, and looks again.
+                raise StaleHandle(f"inode {inode} was removed")
         except BaseException:
             self._leave(state)
             raise
@@ -125,10 +129,6 @@ class Files:
                 return
             record, extents = await self._services.kv.read(load)
             _require_regular(state.inode, record)
-            if not record.nlink and state.users == 1:
-                # Only what a handle of this client keeps alive may be opened without a name:
-                # the caller found the inode by a name that is gone, and looks again.
-                raise StaleHandle(f"inode {state.inode} was removed")
             state.refresh(record, extents)
 
     async def close(self, handle: FileHandle, *, discard: bool = False) -> None:
@@ -315,7 +315,8 @@ class Files:
         """Bytes from `offset`, fewer than `size` only at the end of the file.
 
         The result may lie in memory that is only valid until the next await. Raises CorruptChunk,
-        ChunkMissing, StoreUnavailable; never returns bytes that failed their check.
+        ChunkMissing, StoreUnavailable, StaleHandle where another client removed the file; never
+        returns bytes that failed their check.
         """
         if not handle.readable:
             raise BadHandle("the file is not open for reading")
@@ -334,13 +335,10 @@ class Files:
                     raise
 
     async def _changed_elsewhere(self, state: OpenInode) -> bool:
-        """Load the extents again; whether that made a difference."""
+        """Load the extents again; whether that made a difference. Raises StaleHandle."""
         await self.flush(state)
         seen = state.version
-        try:
-            await self._reload(state)
-        except StaleHandle:
-            return False
+        await self._reload(state)
         return state.version != seen
 
     async def _read_now(

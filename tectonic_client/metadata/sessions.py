@@ -61,6 +61,15 @@ def process_started_ticks(pid: int) -> int | None:
     return int(fields[19])
 
 
+@cache
+def sees_all_processes() -> bool:
+    """Whether /proc shows processes of other users: not where it is mounted with `hidepid`."""
+    try:
+        return bool(Path("/proc/1/stat").read_bytes())
+    except OSError:
+        return False
+
+
 def describe(record: SessionRecord) -> str:
     """How messages name a session."""
     return f"{record.client} on {record.hostname}, pid {record.pid}"
@@ -128,7 +137,7 @@ def living(tx: ReadTransaction, session_ids: Collection[int]) -> set[int]:
 
 def shows_life(record: SessionRecord, now_ns: int) -> bool:
     """Whether a session's process exists (on this host) or its heartbeat is recent (elsewhere)."""
-    if record.host == this_host().identity:
+    if record.host == this_host().identity and sees_all_processes():
         ticks = process_started_ticks(record.pid)
         if ticks is not None or not _is_hidden(record.pid):
             return ticks == record.pid_started_ticks

@@ -12,7 +12,7 @@ from functools import partial
 
 from tectonic_client.blocks.stores import StoreSet
 from tectonic_client.chunkstore.port import ChunkKey, ChunkStore
-from tectonic_client.errors import TectonicError
+from tectonic_client.errors import CorruptionError, CorruptRecord, TectonicError
 from tectonic_client.kv.executor import AsyncKV
 from tectonic_client.kv.port import ReadTransaction
 from tectonic_client.limits import DEAD_BLOCK_GRACE_S, SCAN_PAGE_ROWS
@@ -83,8 +83,14 @@ class Cleaner:
     async def reclaim_abandoned_orphans(self) -> None:
         """Reclaim inodes without a name that no live session has open."""
         while found := await self._kv.read(self._abandoned_orphans):
+            corrupt: CorruptionError | None = None
             for inode in found:
-                await self.reclaim(inode)
+                try:
+                    await self.reclaim(inode)
+                except CorruptionError as error:  # it stays, but nothing else has to
+                    corrupt = CorruptRecord(f"orphaned inode {inode}: {error}")
+            if corrupt is not None:
+                raise corrupt
 
     def _abandoned_orphans(self, tx: ReadTransaction) -> list[int]:
         """At most a page of them."""

@@ -88,7 +88,7 @@ def test_operations_agree_with_a_host_directory(
         trio.run(_play, url, Path(host_root), operations)
 
 
-@settings(max_examples=settings.default.max_examples // 4)
+@settings(max_examples=settings.default.max_examples // 8)
 @given(operations=_sequences, codec=_codecs)
 def test_the_embedded_engine_and_flash_agree_with_a_host_directory(
     operations: list[tuple[object, ...]], codec: Codec
@@ -101,7 +101,7 @@ def test_the_embedded_engine_and_flash_agree_with_a_host_directory(
         trio.run(_play, url, host_root, operations)
 
 
-@settings(max_examples=settings.default.max_examples // 4)
+@settings(max_examples=settings.default.max_examples // 8)
 @given(operations=_sequences, codec=_codecs)
 def test_postgresql_agrees_with_a_host_directory(
     postgres_server: PostgresServer, operations: list[tuple[object, ...]], codec: Codec

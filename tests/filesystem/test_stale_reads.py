@@ -12,7 +12,7 @@ import trio
 
 from tectonic_client.chunkstore.port import ChunkKey, ChunkStore
 from tectonic_client.chunkstore.wrappers import Fault, Hold
-from tectonic_client.errors import ChunkMissing
+from tectonic_client.errors import ChunkMissing, StaleHandle
 from tectonic_client.types import ROOT_INODE
 from tectonic_client.volume import Volume, VolumeOptions, open_volume
 from tests.filesystem.faultrig import (
@@ -22,6 +22,7 @@ from tests.filesystem.faultrig import (
     new_volume,
     store_file,
 )
+from tests.leaks import clean
 
 SIZE = 150_000
 
@@ -112,6 +113,25 @@ def test_another_client_replaces_a_file_faster_than_it_is_read(read_only: bool) 
             content = await load_file(volume.filesystem, b"f", SIZE)
             assert content == bytes((content[0],)) * SIZE
             assert content[0] > 5
+
+    _run(main)
+
+
+def test_a_file_that_another_client_removed_is_stale() -> None:
+    """ESTALE, not an I/O error: nothing is broken."""
+
+    async def main() -> None:
+        url = new_volume()
+        async with open_volume(url) as volume:
+            fs = volume.filesystem
+            await store_file(fs, b"f", b"x" * SIZE)
+            handle = await _open(volume)
+            async with open_volume(url) as other:
+                await other.filesystem.unlink(ROOT_INODE, b"f")
+                await clean(other)
+            with pytest.raises(StaleHandle):
+                await fs.read(handle, 0, SIZE)
+            await fs.release(handle)
 
     _run(main)
 

@@ -84,6 +84,19 @@ def test_a_silent_session_of_another_host_expires() -> None:
     assert not kv.read(lambda tx: sessions.is_alive(tx, session_id))
 
 
+def test_where_processes_are_hidden_only_the_heartbeat_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With /proc mounted hidepid a process of another user looks as if it were gone."""
+    monkeypatch.setattr(sessions, "sees_all_processes", lambda: False)
+    kv = MemoryKV()
+    session_id = _open(kv)
+    _pretend(kv, session_id, pid=2**22 + 1)
+    assert kv.read(lambda tx: sessions.is_alive(tx, session_id))
+    _pretend(kv, session_id, heartbeat_ns=1)
+    assert not kv.read(lambda tx: sessions.is_alive(tx, session_id))
+
+
 def test_the_fence_stops_a_session_that_was_declared_dead() -> None:
     """After its record is gone a session can neither beat nor lease nor publish."""
     kv = MemoryKV()

@@ -14,6 +14,7 @@ import trio
 
 from tectonic_client.checkpoint.rundirectory import RunDirectory
 from tectonic_client.chunkstore.port import ChunkKey
+from tectonic_client.errors import CorruptRecord
 from tectonic_client.filesystem.namespace import Actor, detach_tree
 from tectonic_client.kv.port import Transaction
 from tectonic_client.metadata import files, keys, orphans, scans, sessions
@@ -209,6 +210,34 @@ def test_leftovers_behind_many_of_the_living_are_found(small_steps: None) -> Non
                 await fs.release(handle)
             await alive.tasks.reclaim_orphans()
             await clean(volume)
+            await _check(volume)
+
+    _run(main)
+
+
+def test_a_corrupt_orphan_does_not_keep_others(small_steps: None) -> None:
+    """What cannot be reclaimed is told, and everything else goes."""
+
+    async def main() -> None:
+        url = new_volume()
+        async with open_volume(url) as volume:
+            async with _mess(url):
+                rows = await volume.kv.read(
+                    lambda tx: tx.scan(keys.ORPHAN, keys.prefix_end(keys.ORPHAN))
+                )
+                corrupt = keys.parse_group(rows[0][0])
+                key = keys.attributes(corrupt)
+                good = await volume.kv.read(lambda tx: tx.get(key))
+                assert good is not None
+                await volume.kv.transact(lambda tx: tx.put(key, b"damaged " + good[8:]))
+                with pytest.raises(CorruptRecord, match=f"inode {corrupt}"):
+                    await clean(volume)
+                left = await volume.kv.read(
+                    lambda tx: tx.scan(keys.ORPHAN, keys.prefix_end(keys.ORPHAN))
+                )
+                assert [keys.parse_group(key) for key, _ in left] == [corrupt]
+                await volume.kv.transact(lambda tx: tx.put(key, good))
+                await clean(volume)
             await _check(volume)
 
     _run(main)
