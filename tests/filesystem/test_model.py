@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import tempfile
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import trio
@@ -63,15 +64,19 @@ def _format(url: str, stores: tuple[str, ...], codec: Codec) -> str:
     return url
 
 
-async def _play(url: str, host_root: Path, operations: list[tuple[object, ...]]) -> None:
-    """Run the operations on both sides; then another client finds nothing wrong."""
-    async with open_volume(url) as volume:
-        host, subject = HostTree(host_root), VolumeTree(volume.filesystem)
+async def _play(
+    url: str, host_root: Path, operations: list[tuple[object, ...]], clients: int = 1
+) -> None:
+    """Run the operations on both sides, by each client in turn; then another one finds nothing
+    wrong."""
+    async with AsyncExitStack() as stack:
+        volumes = [await stack.enter_async_context(open_volume(url)) for _ in range(clients)]
+        host, subjects = HostTree(host_root), [VolumeTree(v.filesystem) for v in volumes]
         for number, (name, *arguments) in enumerate(operations):
             expected = host.run(str(name), *arguments)
-            found = await subject.run(str(name), *arguments)
+            found = await subjects[number % clients].run(str(name), *arguments)
             assert found == expected, f"operation {number}: {name} {arguments}"
-    assert volume.pool.used_bytes == 0, "leaked buffers"
+    assert not any(volume.pool.used_bytes for volume in volumes), "leaked buffers"
     async with open_volume(url) as volume:
         await clean(volume)
         await assert_no_leaks(volume)
@@ -86,6 +91,17 @@ def test_operations_agree_with_a_host_directory(
     with tempfile.TemporaryDirectory(prefix="tectonicfs-model-") as host_root:
         url = _format(name, (f"{name}-a", f"{name}-b"), codec)
         trio.run(_play, url, Path(host_root), operations)
+
+
+@given(operations=_sequences, codec=_codecs)
+def test_clients_that_take_turns_agree_with_a_host_directory(
+    operations: list[tuple[object, ...]], codec: Codec
+) -> None:
+    """What one client closed, made or renamed the next one sees: close-to-open."""
+    name = f"memory://model-{next(_numbers)}"
+    with tempfile.TemporaryDirectory(prefix="tectonicfs-model-") as host_root:
+        url = _format(name, (f"{name}-a", f"{name}-b"), codec)
+        trio.run(_play, url, Path(host_root), operations, 3)
 
 
 @settings(max_examples=settings.default.max_examples // 8)
