@@ -12,8 +12,14 @@ import trio
 from tectonic_client.filesystem.core import FileSystem
 from tectonic_client.limits import MiB
 from tectonic_client.records import Codec
-from tectonic_client.types import ROOT_INODE
-from tectonic_client.volume import FormatOptions, VolumeOptions, format_volume, open_volume
+from tectonic_client.types import ROOT_INODE, AttributeChanges
+from tectonic_client.volume import (
+    FormatOptions,
+    Volume,
+    VolumeOptions,
+    format_volume,
+    open_volume,
+)
 from tests.filesystem.faultrig import OWNER
 from tests.leaks import assert_no_leaks, clean
 
@@ -118,3 +124,76 @@ def test_many_files_share_little_memory(
                 await assert_no_leaks(volume)
 
     trio.run(main)
+
+
+class OneRegion:
+    """A task that writes and reads its own region of a file that others write too."""
+
+    def __init__(self, volume: Volume, inode: int, start: int, rng: random.Random) -> None:
+        self._volume = volume
+        self._inode = inode
+        self.start = start
+        self._rng = rng
+        self.content = bytearray(REGION_BYTES)
+
+    async def run(self, steps: int) -> None:
+        fs = self._volume.filesystem
+        handle = await fs.open(self._inode, os.O_RDWR)
+        for _ in range(steps):
+            start = self._rng.randrange(REGION_BYTES)
+            end = min(start + self._rng.choice([1, 1000, 70_000, 300_000]), REGION_BYTES)
+            choice = self._rng.randrange(10)
+            if choice < 4:
+                data = self._rng.randbytes(1) * (end - start)
+                await fs.write(handle, self.start + start, data)
+                self.content[start:end] = data
+            elif choice < 8:
+                found = bytes(await fs.read(handle, self.start + start, end - start))
+                assert found == self.content[start:end]
+            elif choice == 8:
+                await fs.flush(handle)
+            else:
+                await fs.release(handle)
+                handle = await fs.open(self._inode, os.O_RDWR)
+        await fs.release(handle)
+
+
+REGION_BYTES = 700_001
+
+
+@pytest.mark.parametrize("steps", [60, pytest.param(1500, marks=pytest.mark.stress)])
+def test_many_tasks_share_one_file(tmp_path: Path, rng: random.Random, steps: int) -> None:
+    """Tasks of two clients in regions of their own: each always reads what it wrote, and in the
+    end the file has what each wrote."""
+    url = f"memory://{tmp_path}"
+    format_volume(url, FormatOptions("shared", (f"{url}-0",), 2 * MiB, 1 * MiB))
+
+    async def main() -> None:
+        options = VolumeOptions(memory_limit_bytes=64 * MiB)
+        async with open_volume(url, options) as one, open_volume(url, options) as two:
+            _, handle = await one.filesystem.create(ROOT_INODE, b"f", 0o644, OWNER, os.O_RDWR)
+            inode = (await one.filesystem.lookup(ROOT_INODE, b"f")).inode
+            tasks = [
+                OneRegion(volume, inode, number * REGION_BYTES, random.Random(f"{rng.random()}"))
+                for number, volume in enumerate([one, two] * 6)
+            ]
+            await one.filesystem.setattr(inode, AttributeChanges(size=12 * REGION_BYTES))
+            await one.filesystem.release(handle)
+            async with trio.open_nursery() as nursery:
+                for task in tasks:
+                    nursery.start_soon(task.run, steps)
+        assert one.pool.used_bytes == two.pool.used_bytes == 0, "leaked buffers"
+        async with open_volume(url) as volume:
+            await clean(volume)
+            await assert_no_leaks(volume)
+            handle = await volume.filesystem.open(inode, os.O_RDONLY)
+            for task in tasks:
+                found = bytes(await volume.filesystem.read(handle, task.start, REGION_BYTES))
+                assert found == task.content
+            await volume.filesystem.release(handle)
+
+    async def bounded() -> None:
+        with trio.fail_after(100):
+            await main()
+
+    trio.run(bounded)
