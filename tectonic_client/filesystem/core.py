@@ -312,7 +312,8 @@ class FileSystem:
         """Publish what was written longer ago than this."""
         limit = trio.current_time() - older_than_s
         for state in self._files.dirty():
-            if (state.dirty_since or limit) <= limit and state.inode not in self._orphans:
+            expired = state.dirty_since is not None and state.dirty_since <= limit
+            if expired and state.inode not in self._orphans:
                 await self._flush_in_background(state.inode)
 
     async def _flush_in_background(self, inode: int) -> None:
