@@ -9,8 +9,8 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 
 import trio
@@ -286,9 +286,9 @@ async def open_volume(meta_url: str, options: VolumeOptions | None = None) -> As
     """
     options = options or VolumeOptions()
     async with _connected(meta_url, options) as backend, _session(backend, options) as ids:
-        with unwrapped_groups():
+        with _memory(options, backend.record) as pool, unwrapped_groups():
             async with trio.open_nursery() as nursery:
-                volume = _assemble(meta_url, options, backend, ids, nursery)
+                volume = _assemble(meta_url, options, backend, ids, pool, nursery)
                 volume.tasks.start(nursery, read_only=options.read_only)
                 try:
                     yield volume
@@ -359,12 +359,11 @@ async def _session(backend: _Backend, options: VolumeOptions) -> AsyncIterator[I
 
 
 def _assemble(
-    meta_url: str, options: VolumeOptions, backend: _Backend, ids: IdAllocator,
+    meta_url: str, options: VolumeOptions, backend: _Backend, ids: IdAllocator, pool: BufferPool,
     nursery: trio.Nursery,
 ) -> Volume:  # fmt: skip
     """Build everything that a client consists of, from the ground up."""
     kv, record, stores = backend.kv, backend.record, backend.stores
-    pool = BufferPool(_pool_bytes(options, record), record.chunk_bytes)
     geometry = Geometry(record.block_bytes, record.chunk_bytes, record.codec, record.level)
     writer = BlockWriter(record.uuid, geometry, stores, backend.store_records, pool)
     reader = BlockReader(record.uuid, stores, pool)
@@ -388,8 +387,12 @@ def _assemble(
     )  # fmt: skip
 
 
-def _pool_bytes(options: VolumeOptions, record: VolumeRecord) -> int:
-    """Size of the buffer pool. Raises BadOption where too few chunks would fit to make progress."""
+@contextmanager
+def _memory(options: VolumeOptions, record: VolumeRecord) -> Iterator[BufferPool]:
+    """The buffer pool; its memory goes back to the system when the last task has ended.
+
+    Raises BadOption where too few chunks would fit to make progress.
+    """
     size = int(options.memory_limit_bytes * POOL_SHARE)
     if size < MIN_POOL_CHUNKS * record.chunk_bytes:
         needed = int(MIN_POOL_CHUNKS * record.chunk_bytes / POOL_SHARE)
@@ -397,7 +400,12 @@ def _pool_bytes(options: VolumeOptions, record: VolumeRecord) -> int:
             f"memory limit of {options.memory_limit_bytes} bytes: with chunks of"
             f" {record.chunk_bytes} bytes at least {needed // MiB} MiB are needed"
         )
-    return size
+    pool = BufferPool(size, record.chunk_bytes)
+    yield pool
+    if pool.used_bytes:
+        _log.error("%d bytes of buffers were not given back", pool.used_bytes)
+    else:
+        pool.close()
 
 
 def _open_stores(

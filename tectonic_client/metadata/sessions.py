@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -155,19 +155,21 @@ def _is_hidden(pid: int) -> bool:
     return False
 
 
+def _all_sessions(tx: ReadTransaction) -> Iterator[tuple[int, SessionRecord]]:
+    for page in scan_layer(tx, keys.SESSION):
+        for key, value in page:
+            yield keys.parse_group(key), SessionRecord.decode(value)
+
+
 def list_sessions(tx: ReadTransaction) -> list[tuple[int, SessionRecord]]:
     """All sessions, dead ones that nobody has cleaned up included."""
-    return [
-        (keys.parse_group(key), SessionRecord.decode(value))
-        for page in scan_layer(tx, keys.SESSION)
-        for key, value in page
-    ]
+    return list(_all_sessions(tx))
 
 
 def dead_sessions(tx: ReadTransaction) -> list[int]:
     """Sessions without a sign of life that nobody has cleaned up."""
     now = tx.now_ns()
-    return [sid for sid, record in list_sessions(tx) if not shows_life(record, now)]
+    return [sid for sid, record in _all_sessions(tx) if not shows_life(record, now)]
 
 
 def end_dead_session(tx: Transaction, session_id: int) -> SessionRecord | None:
@@ -185,7 +187,7 @@ def end_dead_session(tx: Transaction, session_id: int) -> SessionRecord | None:
 def other_sessions_live(tx: ReadTransaction, session_id: int) -> bool:
     """Whether anybody else uses the volume."""
     now = tx.now_ns()
-    return any(sid != session_id and shows_life(record, now) for sid, record in list_sessions(tx))
+    return any(sid != session_id and shows_life(record, now) for sid, record in _all_sessions(tx))
 
 
 def end_session(tx: Transaction, session_id: int, leases: list[int]) -> None:
