@@ -7,6 +7,7 @@ import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 
 import trio
 
@@ -24,6 +25,7 @@ from tectonic_client.errors import (
 from tectonic_client.filesystem.core import FileSystem
 from tectonic_client.kv.port import KV
 from tectonic_client.kv.wrappers import FaultyKV
+from tectonic_client.metadata import sessions
 from tectonic_client.records import Codec
 from tectonic_client.types import ROOT_INODE, Attributes, Owner
 from tectonic_client.volume import (
@@ -132,6 +134,14 @@ async def failing_client(url: str, faults: Faults, **others: object) -> AsyncIte
     async with open_volume(url, faults.options(**others)) as volume:
         await trio.testing.wait_all_tasks_blocked(0.001)
         yield volume
+
+
+async def end_sessions_left_by_this_process(volume: Volume) -> None:
+    """As if the process of clients that could not end their session had ended now."""
+    for session_id, _ in await volume.kv.read(sessions.list_sessions):
+        if session_id != volume.session_id:
+            end = partial(sessions.end_session, session_id=session_id, leases=[])
+            await volume.kv.transact(end)
 
 
 # --- programs that do not give up -------------------------------------------------------------

@@ -20,9 +20,8 @@ from tectonic_client.errors import (
 from tectonic_client.kv.port import KV
 from tectonic_client.kv.wrappers import FaultyKV
 from tectonic_client.limits import MiB
-from tectonic_client.metadata import sessions
 from tectonic_client.volume import VolumeOptions, open_volume, volume_status
-from tests.filesystem.faultrig import new_volume
+from tests.filesystem.faultrig import end_sessions_left_by_this_process, new_volume
 from tests.leaks import assert_no_leaks, clean
 
 
@@ -81,10 +80,7 @@ def test_opening_fails_at_a_metadata_step(url: str, plan: Callable[[int, FaultyK
 
 async def _clean(url: str) -> None:
     async with open_volume(url) as volume:
-        # A session whose end failed belongs to this process, which lives.
-        for session_id, _ in await volume.kv.read(sessions.list_sessions):
-            if session_id != volume.session_id:
-                await volume.kv.transact(lambda tx, s=session_id: sessions.end_session(tx, s, []))
+        await end_sessions_left_by_this_process(volume)
         await clean(volume)
         await assert_no_leaks(volume)
 
