@@ -142,9 +142,10 @@ class Files:
                 if state.users == 1 and not discard:
                     await self.flush_handle(handle)
             finally:
-                async with state.lock:
-                    if state.users == 1:
-                        await self._drop_log(state)
+                if not state.log.empty:
+                    async with state.lock:
+                        if state.users == 1:
+                            await self._drop_log(state)
                 self._leave(state)
 
     def _enter(self, inode: int) -> OpenInode:

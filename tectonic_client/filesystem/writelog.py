@@ -88,6 +88,11 @@ class WriteLog:
         """Of the first put that failed: the log is to be abandoned."""
 
     @property
+    def empty(self) -> bool:
+        """Whether there is nothing to seal or to abandon."""
+        return not self._blocks
+
+    @property
     def holds_buffer(self) -> bool:
         """Whether memory is held that `seal` would give back."""
         return self._filling is not None
