@@ -107,7 +107,7 @@ class Files:
                 # the caller found the inode by a name that is gone, and looks again.
                 raise StaleHandle(f"inode {inode} was removed")
         except BaseException:
-            self._leave(state)
+            await self._leave(state)
             raise
         return FileHandle(state, flags, state.failures)
 
@@ -136,17 +136,9 @@ class Files:
 
         Not cut short by cancellation. What cannot be flushed is lost with the error.
         """
-        state = handle.state
-        with trio.CancelScope(shield=True):
-            try:
-                if state.users == 1 and not discard:
-                    await self.flush_handle(handle)
-            finally:
-                if not state.log.empty:
-                    async with state.lock:
-                        if state.users == 1:
-                            await self._drop_log(state)
-                self._leave(state)
+        await self._leave(handle.state, discard=discard)
+        if not discard:
+            handle.raise_failure(told=True)
 
     def _enter(self, inode: int) -> OpenInode:
         state = self._open.get(inode)
@@ -155,11 +147,27 @@ class Files:
         state.users += 1
         return state
 
-    def _leave(self, state: OpenInode) -> None:
-        state.users -= 1
-        if not state.users:
-            self._open.pop(state.inode, None)
-            self._on_last_close(state.inode)
+    async def _leave(self, state: OpenInode, *, discard: bool = False) -> None:
+        """One user less. Between the look whether it is the last one and its going lies no await
+        but those under the lock, which whoever comes meanwhile waits for."""
+        try:
+            if state.users == 1 and not state.log.empty:
+                with trio.CancelScope(shield=True):
+                    await self._finish(state, discard=discard)
+        finally:
+            state.users -= 1
+            if not state.users:
+                self._open.pop(state.inode, None)
+                self._on_last_close(state.inode)
+
+    async def _finish(self, state: OpenInode, *, discard: bool) -> None:
+        async with state.lock:
+            try:
+                if state.dirty and not discard:
+                    await self._publish(state, durable=False)
+            finally:
+                if state.users == 1:
+                    await self._drop_log(state)
 
     # --- writing ------------------------------------------------------------------------------
 
@@ -295,7 +303,7 @@ class Files:
                 set_size = partial(self._set_size, inode, size, now_ns)
                 state.refresh(*await self._services.kv.transact(set_size))
         finally:
-            self._leave(state)
+            await self._leave(state)
         self._services.on_blocks_freed()
 
     def _set_size(
