@@ -13,12 +13,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import methodcaller
 
 import trio
 
 from tectonic_client.blocks.reader import BlockReader
 from tectonic_client.blocks.stores import StoreSet
-from tectonic_client.chunkstore.port import ChunkKey, ChunkStore
+from tectonic_client.chunkstore.port import ChunkKey
 from tectonic_client.errors import (
     BadHandle,
     ChunkMissing,
@@ -279,7 +280,7 @@ class Files:
         for block_id, record in in_doubt.items():
             try:
                 await self._services.stores.run(
-                    record.places[0].store_id, partial(_head, ChunkKey(block_id, 0))
+                    record.places[0].store_id, methodcaller("head", ChunkKey(block_id, 0))
                 )
             except ChunkMissing:
                 vanished.add(block_id)
@@ -489,10 +490,6 @@ class _Update:
         )  # fmt: skip
         write_inode(tx, self.inode, record)
         return record
-
-
-def _head(key: ChunkKey, store: ChunkStore) -> int:
-    return store.head(key)
 
 
 def _require_regular(inode: int, record: InodeRecord) -> None:
