@@ -130,6 +130,7 @@ class Save:
         self._deadline = clock() + timeout_s
         self._pause_s = CHECKPOINT_POLL_MIN_S
         self._objected = False
+        self._begun = False
         self.attempt: Attempt | None = None
         self.arrived = False
 
@@ -139,6 +140,7 @@ class Save:
         Raises the verdict of the attempt, the same on every rank; StepExists, StepInProgress,
         RankMismatch, RanksMissing, SessionLost; what the engine raises, once time is up.
         """
+        self._begun = True
         self._memory.active.add(self._step)
         try:
             attempt = self.attempt = yield from self._enter()
@@ -162,17 +164,29 @@ class Save:
         if self._objected:
             return  # the others know a better reason already
         if attempt is None:
-            if self._me.rank == 0:
-                return
-            found = yield from self._read(self._find)
-            if isinstance(found, Wait):
-                return
-            attempt = found
+            attempt = yield from self._attempt_to_give_up()
+        if attempt is None:
+            return
         self._memory.spent.add(attempt.attempt_id)
         if self._me.rank == 0:
             yield from self._fail(attempt, given_up(self._me, attempt, reason))
             return
         yield from self._object(attempt, ObjectionKind.FAILED, message=reason)
+
+    def _attempt_to_give_up(self) -> Generator[Request, Any, Attempt | None]:
+        """The attempt that the others wait in, where this rank has not joined one.
+
+        A rank that failed before it entered (its state cannot be stored) enters for that: the
+        others would wait for it until their timeout.
+        """
+        if self._me.rank == 0:
+            return None if self._begun else (yield from self._enter())
+        while isinstance(found := (yield from self._read(self._find)), Wait):
+            if self._begun or self._late():
+                return None
+            yield from self._pause()
+        attempt: Attempt = found
+        return attempt
 
     # --- entering -----------------------------------------------------------------------------
 

@@ -89,7 +89,6 @@ async def save_state(
 ) -> SaveReport:  # fmt: skip
     """See `CheckpointManager.save`."""
     begun = time.perf_counter()
-    check_metadata(metadata)
     upload: _Upload | None = None
     save = Save(
         directory, me, memory, step, attempt_id=await volume.ids.next_id(),
@@ -98,6 +97,7 @@ async def save_state(
     )  # fmt: skip
     driver = _Driver(volume, metadata)
     try:
+        check_metadata(metadata)
         upload = _Upload(volume, flatten(state))
         driver.interrupt = upload.ended
         with unwrapped_groups():

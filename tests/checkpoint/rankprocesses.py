@@ -35,6 +35,7 @@ class Job:
     run_id: str | None = None
     timeout_s: float = 30.0
     earlier: tuple[int, ...] = ()
+    unsupported_on: int | None = None
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,10 @@ def _rank(pipe: Connection, job: Job, rank: int, kill: Kill | None) -> None:
                 _arm(kill)
             pipe.send("ready")
             pipe.recv()
-            manager.save(job.step, state_of(rank, job.seed), timeout=job.timeout_s)
+            state = state_of(rank, job.seed)
+            if rank == job.unsupported_on:
+                state |= {"bad": {"object": object(), "set": {1}}}
+            manager.save(job.step, state, timeout=job.timeout_s)
             pipe.send(None)
     except TectonicError as error:
         pipe.send(error)

@@ -12,10 +12,12 @@ import trio
 from tectonic_client.checkpoint import CheckpointManager
 from tectonic_client.checkpoint.names import part_name, step_name
 from tectonic_client.errors import (
+    CheckpointError,
     RankMismatch,
     RanksMissing,
     StepExists,
     StepInProgress,
+    UnsupportedLeaf,
 )
 from tectonic_client.limits import KiB
 from tectonic_client.types import ROOT_INODE
@@ -213,6 +215,23 @@ def test_ranks_that_disagree_all_get_one_error(url: str, what: str) -> None:
     for outcome in outcomes:
         assert isinstance(outcome, RankMismatch), outcome
         assert what.replace("_", "") in str(outcome).replace("_", "")
+    assert _steps(url) == []
+    _assert_clean(url)
+
+
+@pytest.mark.parametrize("rank", [1, 2])
+def test_a_state_that_cannot_be_stored_fails_all_ranks_at_once(url: str, rank: int) -> None:
+    """The rank gets UnsupportedLeaf naming every path, the others RanksMissing naming the rank."""
+    began = time.monotonic()
+    outcomes = run_job(Job(url, 3, 5, seed=1, timeout_s=60, unsupported_on=rank))
+    assert time.monotonic() - began < 30, "the others waited for their timeout"
+    error = outcomes.pop(rank)
+    assert isinstance(error, UnsupportedLeaf), error
+    assert "bad.object" in str(error)
+    assert "bad.set" in str(error)
+    for outcome in outcomes:
+        assert isinstance(outcome, CheckpointError), outcome
+        assert f"rank {rank}" in str(outcome)
     assert _steps(url) == []
     _assert_clean(url)
 
