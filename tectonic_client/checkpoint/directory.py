@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
-from tectonic_client.checkpoint.index import StepIndex, parse_index
+from tectonic_client.checkpoint.index import RankEntry, StepIndex, parse_index
 from tectonic_client.checkpoint.layout import LENGTH_BYTES, Layout, header_length, parse_header
 from tectonic_client.checkpoint.names import INDEX_NAME, parse_step_name, step_name
-from tectonic_client.checkpoint.transfer import StoredFile
+from tectonic_client.checkpoint.transfer import UNREADABLE, StoredFile
 from tectonic_client.errors import (
     CorruptCheckpoint,
-    CorruptionError,
+    FormatTooNew,
+    InvalidArgument,
+    NotDirectory,
     NotFound,
     StaleHandle,
     StepNotFound,
@@ -32,7 +36,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """What verifying a step found; `problems` names file, tensor, block and store."""
+    """What verifying a step found; `problems` names tensors, file, block and store.
+
+    `files` and `bytes` are those without a problem.
+    """
 
     step: int
     files: int
@@ -51,7 +58,15 @@ class CheckpointDirectory:
 
     def __init__(self, volume: Volume, path: str) -> None:
         self._volume = volume
-        self.path = path.rstrip("/") or "/"
+        self.path = plain_path(path)
+
+    async def check(self) -> None:
+        """Raise NotFound or NotDirectory where the path names no directory."""
+        filesystem = self._volume.filesystem
+        try:
+            await filesystem.lookup(await filesystem.resolve(self.path), b".")
+        except NotDirectory:
+            raise NotDirectory(f"{self.path} is not a directory") from None
 
     async def steps(self) -> list[int]:
         """Committed steps in ascending order; empty where the directory does not exist."""
@@ -106,13 +121,18 @@ class CheckpointDirectory:
         file = await self.open_file(step, INDEX_NAME)
         if file.size_bytes > MAX_CHECKPOINT_INDEX_BYTES:
             raise CorruptCheckpoint(f"{file.name} has {file.size_bytes} bytes: no index of ours")
-        return parse_index(bytes(await file.read(0, file.size_bytes)))
+        data = bytes(await file.read(0, file.size_bytes))
+        with about(file):
+            return parse_index(data)
 
     async def layout(self, file: StoredFile) -> Layout:
-        """What is where in a rank's file."""
+        """What is where in a rank's file. Raises CorruptCheckpoint, CorruptChunk, ..."""
         start = await file.read(0, min(LENGTH_BYTES, file.size_bytes))
-        length = header_length(bytes(start), file.size_bytes)
-        return parse_header(bytes(await file.read(0, length)), file.size_bytes)
+        with about(file):
+            length = header_length(bytes(start), file.size_bytes)
+        header = bytes(await file.read(0, length))
+        with about(file):
+            return parse_header(header, file.size_bytes)
 
     async def verify(self, step: int) -> VerifyReport:
         """Read every byte of a step and compare it with its checksum. Raises StepNotFound."""
@@ -122,27 +142,27 @@ class CheckpointDirectory:
         files, size = 0, 0
         try:
             index = await self.index(step)
-        except CorruptionError as error:
+        except UNREADABLE as error:
             return VerifyReport(step, 0, 0, time.perf_counter() - started, (str(error),))
         for part in index.ranks:
-            try:
-                size += await self._verify_file(step, part.file, part.bytes)
-                files += 1
-            except CorruptionError as error:
-                problems.append(str(error))
+            found = await self._verify_file(step, part)
+            problems += found
+            if not found:
+                files, size = files + 1, size + part.bytes
         if problems:
             await self.require(step)  # a step that was deleted meanwhile is not damaged
         return VerifyReport(step, files, size, time.perf_counter() - started, tuple(problems))
 
-    async def _verify_file(self, step: int, name: str, size_bytes: int) -> int:
-        file = await self.open_file(step, name)
-        if file.size_bytes != size_bytes:
-            raise CorruptCheckpoint(
-                f"{file.name} has {file.size_bytes} bytes, the index says {size_bytes}"
-            )
-        await self.layout(file)
-        await file.verify()
-        return size_bytes
+    async def _verify_file(self, step: int, part: RankEntry) -> list[str]:
+        try:
+            file = await self.open_file(step, part.file)
+            if file.size_bytes != part.bytes:
+                raise CorruptCheckpoint(
+                    f"{file.name} has {file.size_bytes} bytes, the index says {part.bytes}"
+                )
+            return await file.verify(await self.layout(file))
+        except UNREADABLE as error:
+            return [str(error)]
 
     async def delete(self, step: int) -> None:
         """Remove a step: at once from sight, then its data. Raises StepNotFound.
@@ -163,6 +183,25 @@ class CheckpointDirectory:
             await self._volume.cleaner.delete_dead_blocks()
         except TectonicError as error:
             _log.warning("step %d is removed, its data will be later: %s", step, error)
+
+
+@contextmanager
+def about(file: StoredFile) -> Iterator[None]:
+    """Say in errors of parsing which file they are about."""
+    try:
+        yield
+    except (CorruptCheckpoint, FormatTooNew) as error:
+        raise type(error)(f"{file.name}: {error}") from error
+
+
+def plain_path(path: str) -> str:
+    """The path of a run's directory as messages show it. Raises InvalidArgument.
+
+    An empty one, as of a variable that is not set, is not the root.
+    """
+    if not path.startswith("/"):
+        raise InvalidArgument(f"{path!r} is not an absolute path in the volume")
+    return path.rstrip("/") or "/"
 
 
 def _shown(steps: list[int]) -> str:

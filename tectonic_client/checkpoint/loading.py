@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from tectonic_client.checkpoint.directory import CheckpointDirectory
+from tectonic_client.checkpoint.directory import CheckpointDirectory, about
 from tectonic_client.checkpoint.layout import TREE_KEY, Layout, plan_reads
 from tectonic_client.checkpoint.names import check_rank, part_name
 from tectonic_client.checkpoint.state import LoadPlan, build, flatten, match
@@ -47,7 +47,8 @@ async def load_state(
     """See `CheckpointManager.load`."""
     begun = time.perf_counter()
     part = await _open(directory, step, rank, world_size)
-    plan = match(flatten(state), part.tree, part.layout.by_name())
+    with about(part.file):
+        plan = match(flatten(state), part.tree, part.layout.by_name())
     read = await _fill(directory, part, plan)
     plan.assign()
     return LoadReport(part.step, rank, read, time.perf_counter() - begun)
@@ -59,8 +60,10 @@ async def read_state(
     """See `CheckpointManager.read`."""
     part = await _open(directory, step, rank, world_size)
     tensors = part.layout.by_name()
-    state = build(part.tree, tensors)
-    await _fill(directory, part, match(flatten(state), part.tree, tensors))
+    with about(part.file):
+        state = build(part.tree, tensors)
+        plan = match(flatten(state), part.tree, tensors)
+    await _fill(directory, part, plan)
     return state
 
 
@@ -80,7 +83,8 @@ async def _open(
     document = layout.metadata.get(TREE_KEY)
     if document is None:
         raise CorruptCheckpoint(f"{file.name} does not describe a state: not written by tectonicfs")
-    return _Part(step, file, layout, decode_tree(document))
+    with about(file):
+        return _Part(step, file, layout, decode_tree(document))
 
 
 async def _fill(directory: CheckpointDirectory, part: _Part, plan: LoadPlan) -> int:

@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Any
 
 from tectonic_client.blocking import BlockingVolume
-from tectonic_client.checkpoint.directory import CheckpointDirectory, VerifyReport
+from tectonic_client.checkpoint.directory import CheckpointDirectory, VerifyReport, plain_path
 from tectonic_client.checkpoint.loading import LoadReport, load_state, read_state
 from tectonic_client.checkpoint.members import Identity, Memory, leave, register
 from tectonic_client.checkpoint.names import check_rank, check_step
@@ -69,7 +69,7 @@ class CheckpointManager:
         check_rank(rank, world_size)
         self.rank = rank
         self.world_size = world_size
-        self.directory = directory.rstrip("/") or "/"
+        self.directory = plain_path(directory)
         self.run_id = default_run_id() if run_id is None else run_id
         check_run_id(self.run_id)
         self._memory = Memory()
@@ -219,5 +219,5 @@ async def _make_directories(volume: Volume, path: str) -> int:
                 inode = (await filesystem.mkdir(inode, os.fsencode(name), 0o755, owner)).inode
             except Exists:
                 inode = await filesystem.resolve(done)
-    await filesystem.lookup(inode, b".")
+    await CheckpointDirectory(volume, path).check()
     return inode

@@ -7,20 +7,32 @@ at once; memory is what the pool has, whatever the size of the state.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import trio
 
 from tectonic_client.blocks.writer import OpenBlock
-from tectonic_client.checkpoint.layout import HEADER, ChunkPlan, Layout, ReadPlan, plan_chunks
+from tectonic_client.checkpoint.layout import (
+    HEADER,
+    ChunkPlan,
+    Layout,
+    ReadPlan,
+    plan_chunks,
+    plan_reads,
+)
 from tectonic_client.checkpoint.leaves import Leaf
 from tectonic_client.concurrency import unwrapped_groups
 from tectonic_client.encoding.chunk import padded
-from tectonic_client.errors import CorruptCheckpoint, CorruptionError, StaleHandle
+from tectonic_client.errors import (
+    CorruptCheckpoint,
+    CorruptionError,
+    FormatTooNew,
+    StaleHandle,
+    StoreUnavailable,
+)
 from tectonic_client.extents import Extent, ExtentMap
 from tectonic_client.kv.port import ReadTransaction
 from tectonic_client.limits import CHECKPOINT_TRANSFERS
@@ -31,6 +43,12 @@ from tectonic_client.records import BlockRecord
 from tectonic_client.volume import Volume
 
 T = TypeVar("T")
+
+UNREADABLE: Final = (CorruptionError, FormatTooNew, StoreUnavailable)
+"""What is wrong with stored data, not with the question. A bad sector is a StoreUnavailable."""
+
+_TENSORS_NAMED: Final = 8
+"""Tensors of a bad chunk that a message spells out: a chunk may hold thousands."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +233,7 @@ class StoredFile:
                 await self._fetch(plan, targets)
             except CorruptionError as error:
                 names = {leaf.name for p in plan.pieces for leaf in targets.get(p.source, ())}
-                raise type(error)(f"tensor {', '.join(sorted(names))}: {error}") from error
+                raise type(error)(f"{_named(names)}: {error}") from error
 
         await _at_once(fetch, plans)
 
@@ -227,12 +245,32 @@ class StoredFile:
             partial(_hand_out, plan, targets), context=self.name,
         )  # fmt: skip
 
-    async def verify(self) -> None:
-        """Read everything and compare it with its checksums. Raises CorruptionError."""
+    async def verify(self, layout: Layout) -> list[str]:
+        """Read all tensors and compare them with their checksums; returns what cannot be read.
+
+        Raises CorruptCheckpoint where bytes of the file are in no block.
+        """
         self._between(0, self.size_bytes)
-        borders = sorted({*self.borders(), self.size_bytes})
-        plans = [ReadPlan(start, end - start, ()) for start, end in pairwise(borders)]
-        await self.scatter(plans, {})
+        everything = range(len(layout.tensors))
+        problems: list[str] = []
+
+        async def check(plan: ReadPlan) -> None:
+            try:
+                await self._fetch(plan, {})
+            except UNREADABLE as error:
+                names = {layout.tensors[piece.source].name for piece in plan.pieces}
+                problems.append(f"{_named(names)}: {error}")
+
+        await _at_once(check, plan_reads(layout, everything, self.borders(), gap_bytes=0))
+        return problems
+
+
+def _named(tensors: Collection[str]) -> str:
+    """How messages name the tensors of a read."""
+    shown = ", ".join(sorted(tensors)[:_TENSORS_NAMED])
+    more = len(tensors) - _TENSORS_NAMED
+    noun = "tensor" if len(tensors) == 1 else "tensors"
+    return f"{noun} {shown}" + (f" and {more} more" if more > 0 else "")
 
 
 def _hand_out(plan: ReadPlan, targets: Mapping[int, Sequence[Leaf]], view: memoryview) -> None:

@@ -56,7 +56,7 @@ def test_a_step_that_is_removed_while_it_is_read_is_not_called_damaged(
     state = {"a": np.arange(1000)}
     with CheckpointManager(url, "/run", run_id="r") as manager:
         manager.save(1, state)
-    scatter = StoredFile.scatter
+    fetch = StoredFile._fetch
 
     async def main() -> None:
         async with open_volume(url) as volume, open_volume(url) as other:
@@ -64,9 +64,9 @@ def test_a_step_that_is_removed_while_it_is_read_is_not_called_damaged(
             async def remove_first(*arguments: Any) -> None:
                 await CheckpointDirectory(other, "/run").delete(1)
                 await other.cleaner.delete_dead_blocks(wait_for_readers=False)
-                await scatter(*arguments)
+                await fetch(*arguments)
 
-            monkeypatch.setattr(StoredFile, "scatter", remove_first)
+            monkeypatch.setattr(StoredFile, "_fetch", remove_first)
             directory = CheckpointDirectory(volume, "/run")
             reads = {
                 "load": partial(load_state, directory, 1, state, 0, 1),

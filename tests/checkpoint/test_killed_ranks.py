@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 
 import pytest
 import safetensors.numpy
@@ -19,9 +18,8 @@ from tectonic_client.errors import (
     StepInProgress,
     UnsupportedLeaf,
 )
-from tectonic_client.limits import KiB
 from tectonic_client.types import ROOT_INODE
-from tectonic_client.volume import FormatOptions, format_volume, open_volume
+from tectonic_client.volume import open_volume
 from tests.checkpoint.rankprocesses import (
     DIRECTORY,
     PHASES,
@@ -33,22 +31,6 @@ from tests.checkpoint.rankprocesses import (
     state_of,
 )
 from tests.leaks import assert_no_leaks, clean
-
-
-@pytest.fixture
-def url(tmp_path: Path) -> str:
-    """A volume whose blocks are small, so that a state has several."""
-    meta = str(tmp_path / "meta.db")
-    format_volume(
-        meta,
-        FormatOptions(
-            name="ranks",
-            stores=(str(tmp_path / "store"),),
-            chunk_bytes=64 * KiB,
-            block_bytes=128 * KiB,
-        ),
-    )
-    return meta
 
 
 def _steps(url: str) -> list[int]:
