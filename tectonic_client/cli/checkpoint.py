@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import click
 from rich.console import Console
@@ -15,7 +16,9 @@ from rich.table import Table
 from tectonic_client.blocking import BlockingVolume
 from tectonic_client.checkpoint.directory import CheckpointDirectory, VerifyReport
 from tectonic_client.checkpoint.index import StepIndex
-from tectonic_client.cli.parameters import format_size, print_json
+from tectonic_client.checkpoint.transfer import UNREADABLE
+from tectonic_client.cli.parameters import format_size, plain_console, print_json
+from tectonic_client.errors import StepNotFound
 from tectonic_client.volume import VolumeOptions
 
 T = TypeVar("T")
@@ -24,20 +27,22 @@ T = TypeVar("T")
 class _Steps:
     """The checkpoints of a directory, opened for one command."""
 
-    def __init__(self, meta_url: str, path: str, *, read_only: bool) -> None:
-        options = VolumeOptions(read_only=read_only, client="ckpt")
-        self.volume = BlockingVolume(meta_url, options)
+    def __init__(self, volume: BlockingVolume, path: str) -> None:
+        self._volume = volume
         self._path = path
-
-    def __enter__(self) -> _Steps:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.volume.close()
 
     def run(self, work: Callable[[CheckpointDirectory], Awaitable[T]]) -> T:
         """Result of `await work(directory)`."""
-        return self.volume.run(lambda volume: work(CheckpointDirectory(volume, self._path)))
+        return self._volume.run(lambda volume: work(CheckpointDirectory(volume, self._path)))
+
+
+@contextmanager
+def _steps(meta_url: str, path: str, *, read_only: bool) -> Iterator[_Steps]:
+    """Open a directory, which must exist: an answer about a mistyped one would be no answer."""
+    with BlockingVolume(meta_url, VolumeOptions(read_only=read_only, client="ckpt")) as volume:
+        steps = _Steps(volume, path)
+        steps.run(CheckpointDirectory.check)
+        yield steps
 
 
 _url = click.argument("meta_url")
@@ -59,22 +64,48 @@ def ckpt() -> None:
 @_json
 def list_command(meta_url: str, directory: str, *, as_json: bool) -> None:
     """List the committed steps."""
-    with _Steps(meta_url, directory, read_only=True) as steps:
-        found = [
-            steps.run(partial(CheckpointDirectory.index, step=step))
-            for step in steps.run(CheckpointDirectory.steps)
-        ]
+    with _steps(meta_url, directory, read_only=True) as steps:
+        found = steps.run(_list)
     if as_json:
-        print_json({"directory": directory, "steps": [_summary(index) for index in found]})
-        return
+        rows = [_summary(item) if isinstance(item, StepIndex) else item._asdict() for item in found]
+        print_json({"directory": directory, "steps": rows})
+    else:
+        _print_list(found)
+    if any(isinstance(item, _Unreadable) for item in found):
+        raise SystemExit(1)
+
+
+class _Unreadable(NamedTuple):
+    """A committed step whose index cannot be read."""
+
+    step: int
+    problem: str
+
+
+async def _list(steps: CheckpointDirectory) -> list[StepIndex | _Unreadable]:
+    found: list[StepIndex | _Unreadable] = []
+    for step in await steps.steps():
+        try:
+            found.append(await steps.index(step))
+        except StepNotFound:  # somebody has just removed it
+            continue
+        except UNREADABLE as error:
+            found.append(_Unreadable(step, str(error)))
+    return found
+
+
+def _print_list(found: list[StepIndex | _Unreadable]) -> None:
     table = Table("step", "ranks", "size", "committed", "run", box=None, padding=(0, 2))
-    for index in found:
-        when = index.committed_at.astimezone().strftime("%Y-%m-%d %H:%M:%S")
+    for item in found:
+        if isinstance(item, _Unreadable):
+            table.add_row(str(item.step), "", "", "DAMAGED", "")
+            click.echo(f"tectonicfs: step {item.step}: {item.problem}", err=True)
+            continue
+        when = item.committed_at.astimezone().strftime("%Y-%m-%d %H:%M:%S")
         table.add_row(
-            str(index.step), str(index.world_size), format_size(index.total_bytes), when,
-            index.run_id,
-        )  # fmt: skip
-    Console().print(table)
+            str(item.step), str(item.world_size), format_size(item.total_bytes), when, item.run_id
+        )
+    plain_console().print(table)
 
 
 def _summary(index: StepIndex) -> dict[str, object]:
@@ -99,19 +130,17 @@ def show(meta_url: str, directory: str, *, step: int | None, as_json: bool) -> N
     async def load(steps: CheckpointDirectory) -> StepIndex:
         return await steps.index(await steps.require(step))
 
-    with _Steps(meta_url, directory, read_only=True) as steps:
+    with _steps(meta_url, directory, read_only=True) as steps:
         index = steps.run(load)
     if as_json:
         print_json(_summary(index) | {"ranks": [asdict(rank) for rank in index.ranks]})
         return
-    console = Console()
-    console.print(
+    click.echo(
         f"step {index.step}: {index.world_size} ranks, {format_size(index.total_bytes)},"
-        f" run {index.run_id}, {index.committed_at.isoformat(timespec='seconds')}",
-        highlight=False,
+        f" run {index.run_id}, {index.committed_at.isoformat(timespec='seconds')}"
     )
     for name, value in index.metadata.items():
-        console.print(f"{name}: {value}", highlight=False, markup=False)
+        click.echo(f"{name}: {value}")
     slowest = max(index.ranks, key=lambda rank: rank.arrive_s)
     table = Table("rank", "size", "write s", "arrived s", "file", "", box=None, padding=(0, 2))
     for rank in index.ranks:
@@ -119,7 +148,7 @@ def show(meta_url: str, directory: str, *, step: int | None, as_json: bool) -> N
             str(rank.rank), format_size(rank.bytes), f"{rank.write_s:.3f}",
             f"{rank.arrive_s:.3f}", rank.file, "slowest" if rank is slowest else "",
         )  # fmt: skip
-    console.print(table)
+    plain_console().print(table)
 
 
 @ckpt.command()
@@ -133,7 +162,9 @@ def verify(meta_url: str, directory: str, *, chosen: tuple[int, ...], as_json: b
     Exit code 1 when any byte is wrong or missing.
     """
     reports: list[VerifyReport] = []
-    with _Steps(meta_url, directory, read_only=True) as steps:
+    with _steps(meta_url, directory, read_only=True) as steps:
+        for step in chosen:
+            steps.run(partial(CheckpointDirectory.require, step=step))
         console = Console(stderr=True)
         for step in track(
             chosen or steps.run(CheckpointDirectory.steps),
@@ -141,25 +172,31 @@ def verify(meta_url: str, directory: str, *, chosen: tuple[int, ...], as_json: b
             console=console,
             disable=not console.is_terminal,
         ):
-            reports.append(steps.run(partial(CheckpointDirectory.verify, step=step)))
+            try:
+                reports.append(steps.run(partial(CheckpointDirectory.verify, step=step)))
+            except StepNotFound:  # somebody has just removed it
+                if chosen:
+                    raise
     if as_json:
         print_json({"steps": [asdict(report) | {"ok": report.ok} for report in reports]})
     else:
-        for report in reports:
-            _print_report(report)
+        _print_reports(directory, reports)
     if not all(report.ok for report in reports):
         raise SystemExit(1)
 
 
-def _print_report(report: VerifyReport) -> None:
-    speed = report.bytes / report.seconds / 1e9
-    state = "ok" if report.ok else "DAMAGED"
-    click.echo(
-        f"step {report.step}: {state}, {report.files} files,"
-        f" {format_size(report.bytes)}, {speed:.2f} GB/s"
-    )
-    for problem in report.problems:
-        click.echo(f"  {problem}")
+def _print_reports(directory: str, reports: list[VerifyReport]) -> None:
+    if not reports:
+        click.echo(f"no committed step in {directory}")
+    for report in reports:
+        speed = report.bytes / report.seconds / 1e9
+        state = "ok" if report.ok else "DAMAGED"
+        click.echo(
+            f"step {report.step}: {state}, {report.files} files,"
+            f" {format_size(report.bytes)}, {speed:.2f} GB/s"
+        )
+        for problem in report.problems:
+            click.echo(f"  {problem}")
 
 
 @ckpt.command("rm")
@@ -171,14 +208,17 @@ def _print_report(report: VerifyReport) -> None:
 def remove(
     meta_url: str, directory: str, *, steps: tuple[int, ...], yes: bool, as_json: bool
 ) -> None:
-    """Remove steps: at once from sight, then their data."""
-    named = ", ".join(map(str, steps))
+    """Remove steps: at once from sight, then their data. None is removed unless all exist."""
+    doomed = list(dict.fromkeys(steps))
+    named = ", ".join(map(str, doomed))
     if not yes:
         click.confirm(f"Remove step {named} of {directory}?", abort=True, err=True)
-    with _Steps(meta_url, directory, read_only=False) as opened:
-        for step in steps:
+    with _steps(meta_url, directory, read_only=False) as opened:
+        for step in doomed:
+            opened.run(partial(CheckpointDirectory.require, step=step))
+        for step in doomed:
             opened.run(partial(CheckpointDirectory.delete, step=step))
     if as_json:
-        print_json({"directory": directory, "removed": list(steps)})
+        print_json({"directory": directory, "removed": doomed})
     else:
         click.echo(f"removed step {named}")

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any
+from typing import Any, Final
 
 import click
+from rich.console import Console
 
 from tectonic_client.limits import GiB, KiB, MiB
 from tectonic_client.records import Codec
+
+_PIPE_COLUMNS: Final = 4096
+"""Width of what is printed into a pipe: nothing is cut off or wrapped for a reader by machine."""
 
 _UNITS = {
     "": 1, "b": 1, "k": KiB, "kib": KiB, "m": MiB, "mib": MiB, "g": GiB, "gib": GiB,
@@ -64,6 +68,17 @@ class Compression(click.ParamType[tuple[Codec, int]]):
         if match is None or (match[1] == "none" and match[2]):
             self.fail(f"{value!r} is not one of {self.name}", param, ctx)
         return Codec[match[1].upper()], int(match[2] or 1)
+
+
+def plain_console() -> Console:
+    """Prints names and messages as they are, whatever rich would read into [brackets] or :colons:.
+
+    Into a pipe or file every row of a table goes whole, on one line.
+    """
+    console = Console(markup=False, emoji=False, highlight=False)
+    if not console.is_terminal:
+        console.width = _PIPE_COLUMNS
+    return console
 
 
 def print_json(value: object) -> None:
