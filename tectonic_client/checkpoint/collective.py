@@ -130,7 +130,7 @@ class Save:
         self._deadline = clock() + timeout_s
         self._pause_s = CHECKPOINT_POLL_MIN_S
         self._objected = False
-        self._begun = False
+        self._refused = False
         self.attempt: Attempt | None = None
         self.arrived = False
 
@@ -140,7 +140,6 @@ class Save:
         Raises the verdict of the attempt, the same on every rank; StepExists, StepInProgress,
         RankMismatch, RanksMissing, SessionLost; what the engine raises, once time is up.
         """
-        self._begun = True
         self._memory.active.add(self._step)
         try:
             attempt = self.attempt = yield from self._enter()
@@ -151,20 +150,26 @@ class Save:
             if error is not None:
                 raise error
         except TectonicError:
-            if self.attempt is not None:
+            if self.attempt is None:
+                self._refused = True
+            else:
                 self._memory.spent.add(self.attempt.attempt_id)
             raise
         finally:
             self._memory.active.discard(self._step)
         return attempt
 
-    def give_up(self, reason: str) -> Steps:
-        """Tell the other ranks that this one cannot go on; best done quickly."""
+    def give_up(self, reason: str, *, patient: bool = True) -> Steps:
+        """Tell the other ranks that this one cannot go on; best done quickly.
+
+        Also where `run` has not begun or was cut short: the others would wait until their timeout.
+        A `patient` rank waits for rank 0's attempt for that.
+        """
         attempt = self.attempt
-        if self._objected:
-            return  # the others know a better reason already
+        if self._objected or self._refused:
+            return  # the others know a better reason already, or this rank is none of theirs
         if attempt is None:
-            attempt = yield from self._attempt_to_give_up()
+            attempt = yield from self._attempt_to_give_up(patient)
         if attempt is None:
             return
         self._memory.spent.add(attempt.attempt_id)
@@ -173,16 +178,15 @@ class Save:
             return
         yield from self._object(attempt, ObjectionKind.FAILED, message=reason)
 
-    def _attempt_to_give_up(self) -> Generator[Request, Any, Attempt | None]:
+    def _attempt_to_give_up(self, patient: bool) -> Generator[Request, Any, Attempt | None]:
         """The attempt that the others wait in, where this rank has not joined one.
 
-        A rank that failed before it entered (its state cannot be stored) enters for that: the
-        others would wait for it until their timeout.
+        Rank 0 opens it, or finds that it had.
         """
         if self._me.rank == 0:
-            return None if self._begun else (yield from self._enter())
+            return (yield from self._enter())
         while isinstance(found := (yield from self._read(self._find)), Wait):
-            if self._begun or self._late():
+            if not patient or self._late():
                 return None
             yield from self._pause()
         attempt: Attempt = found

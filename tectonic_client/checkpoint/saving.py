@@ -27,8 +27,8 @@ from tectonic_client.checkpoint.state import FlatState, flatten
 from tectonic_client.checkpoint.transfer import discard_file, write_bytes, write_file
 from tectonic_client.checkpoint.tree import encode_tree
 from tectonic_client.concurrency import unwrapped_groups
-from tectonic_client.errors import TectonicError, UnknownOutcome
-from tectonic_client.limits import CHECKPOINT_GIVE_UP_S
+from tectonic_client.errors import TectonicError, TransientError, UnknownOutcome
+from tectonic_client.limits import CHECKPOINT_GIVE_UP_S, CHECKPOINT_POLL_MAX_S
 from tectonic_client.metadata.blocks import read_blocks
 from tectonic_client.volume import Volume
 
@@ -91,7 +91,7 @@ async def save_state(
     begun = time.perf_counter()
     upload: _Upload | None = None
     save = Save(
-        directory, me, memory, step, attempt_id=await volume.ids.next_id(),
+        directory, me, memory, step, attempt_id=await _attempt_id(volume, me, timeout_s),
         arrival=lambda: None if upload is None else upload.arrival(), clock=trio.current_time,
         timeout_s=timeout_s,
     )  # fmt: skip
@@ -119,10 +119,30 @@ async def save_state(
     )  # fmt: skip
 
 
+async def _attempt_id(volume: Volume, me: Identity, timeout_s: float) -> int:
+    """A fresh inode id for rank 0, 0 for others, who need none.
+
+    Without an attempt there is no way to tell the others that this rank failed: they would wait for
+    their timeout. So it is tried for as long.
+    """
+    if me.rank != 0:
+        return 0
+    deadline = trio.current_time() + timeout_s
+    while True:
+        try:
+            return await volume.ids.next_id()
+        except (TransientError, UnknownOutcome):
+            if trio.current_time() >= deadline:
+                raise
+        await trio.sleep(CHECKPOINT_POLL_MAX_S)
+
+
 async def _give_up(driver: _Driver, save: Save, error: BaseException) -> None:
-    """Tell the others at once."""
+    """Tell the others at once. Whoever interrupts a save does not want to wait for that."""
+    patient = isinstance(error, Exception)
+    reason = (str(error) or type(error).__name__) if patient else "it was interrupted"
     try:
-        await driver.run(save.give_up(str(error) or type(error).__name__))
+        await driver.run(save.give_up(reason, patient=patient))
     except TectonicError as second:
         _log.info("giving up a save: %s", second)
 

@@ -1,16 +1,18 @@
-"""Rank processes that can be killed at any step of a save."""
+"""Rank processes that can be killed, stopped or interrupted at any step of a save."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
 import signal
-from collections.abc import Sequence
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import numpy as np
+import trio
 
 from tectonic_client.blocks.writer import BlockWriter
 from tectonic_client.checkpoint import CheckpointManager
@@ -22,28 +24,6 @@ TIMEOUT_S = 60.0
 
 PHASES = ("_enter", "_bring", "_commit")
 """Steps of `collective.Save` whose transactions open an attempt, arrive and commit."""
-
-
-@dataclass(frozen=True)
-class Job:
-    """What every rank of a job does: save `step`, after `earlier` ones that nothing disturbs."""
-
-    url: str
-    world_size: int
-    step: int
-    seed: int
-    run_id: str | None = None
-    timeout_s: float = 30.0
-    earlier: tuple[int, ...] = ()
-    unsupported_on: int | None = None
-
-
-@dataclass(frozen=True)
-class Kill:
-    """Where a rank ends itself by SIGKILL: `before` or `after` a phase, or while `uploading`."""
-
-    when: str
-    phase: str = ""
 
 
 def state_of(rank: int, seed: int) -> dict[str, Any]:
@@ -66,53 +46,114 @@ def same(one: Any, other: Any) -> bool:
     return bool(np.array_equal(one, other))
 
 
-def _die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
+@dataclass(frozen=True)
+class Job:
+    """What every rank of a job does: save `step`, after `earlier` ones that nothing disturbs.
+
+    With `again` each rank then tries once more, with the next seed.
+    """
+
+    url: str
+    world_size: int
+    step: int
+    seed: int
+    run_id: str | None = None
+    timeout_s: float = 30.0
+    earlier: tuple[int, ...] = ()
+    unsupported_on: int | None = None
+    again: bool = False
+    make_state: Callable[[int, int], Any] = state_of
+
+
+@dataclass(frozen=True)
+class Kill:
+    """Where a rank gets a signal: `before` or `after` a phase, or while `uploading`."""
+
+    when: str
+    phase: str = ""
+    number: signal.Signals = signal.SIGKILL
+
+
+class _Strike:
+    """Sends this process the signal, once."""
+
+    def __init__(self, kill: Kill) -> None:
+        self._kill = kill
+        self._done = False
+
+    async def __call__(self) -> None:
+        if self._done:
+            return
+        self._done = True
+        os.kill(os.getpid(), self._kill.number)
+        if self._kill.number in (signal.SIGINT, signal.SIGTERM):
+            # The main thread gets it as an exception and cancels this.
+            await trio.sleep_forever()
 
 
 def _arm(kill: Kill) -> None:
+    strike = _Strike(kill)
     if kill.when == "uploading":
         put = BlockWriter.put_chunk
 
-        async def put_and_die(self: BlockWriter, *arguments: Any, **options: Any) -> None:
+        async def put_and_strike(self: BlockWriter, *arguments: Any, **options: Any) -> None:
             await put(self, *arguments, **options)
-            _die()
+            await strike()
 
-        BlockWriter.put_chunk = put_and_die  # type: ignore[method-assign]
+        BlockWriter.put_chunk = put_and_strike  # type: ignore[method-assign]
         return
     answer = _Driver._answer
 
-    async def answer_or_die(self: _Driver, request: Any) -> Any:
+    async def answer_and_strike(self: _Driver, request: Any) -> Any:
         name = getattr(getattr(request, "fn", None), "__qualname__", "")
         here = type(request).__name__ == "Transact" and f".{kill.phase}." in name
         if here and kill.when == "before":
-            _die()
+            await strike()
         result = await answer(self, request)
         if here and kill.when == "after":
-            _die()
+            await strike()
         return result
 
-    _Driver._answer = answer_or_die  # type: ignore[method-assign]
+    _Driver._answer = answer_and_strike  # type: ignore[method-assign]
+
+
+Outcome = TectonicError | str | None
+"""How a save ended on a rank: with an error, by a signal, or well."""
 
 
 def _rank(pipe: Connection, job: Job, rank: int, kill: Kill | None) -> None:
+    # As a launcher's children often do; the default would be one more SIGKILL.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
     try:
         with CheckpointManager(
             job.url, DIRECTORY, rank=rank, world_size=job.world_size, run_id=job.run_id
         ) as manager:
             for step in job.earlier:
-                manager.save(step, state_of(rank, job.seed))
+                manager.save(step, job.make_state(rank, job.seed))
             if kill is not None:
                 _arm(kill)
             pipe.send("ready")
             pipe.recv()
-            state = state_of(rank, job.seed)
-            if rank == job.unsupported_on:
-                state |= {"bad": {"object": object(), "set": {1}}}
-            manager.save(job.step, state, timeout=job.timeout_s)
-            pipe.send(None)
+            pipe.send(_save(manager, job))
+            if job.again:
+                pipe.recv()
+                job = replace(job, seed=job.seed + 1, unsupported_on=None)
+                pipe.send(_save(manager, job))
     except TectonicError as error:
         pipe.send(error)
+
+
+def _save(manager: CheckpointManager, job: Job) -> Outcome:
+    state = job.make_state(manager.rank, job.seed)
+    if manager.rank == job.unsupported_on:
+        state |= {"bad": {"object": object(), "set": {1}}}
+    try:
+        manager.save(job.step, state, timeout=job.timeout_s)
+    except TectonicError as error:
+        return error
+    except KeyboardInterrupt:
+        return "interrupted"
+    return None
 
 
 class Ranks:
@@ -130,29 +171,42 @@ class Ranks:
             self.pipes.append(ours)
             self.processes.append(process)
 
-    def run(self) -> list[TectonicError | str | None]:
+    def run(self) -> list[Outcome]:
         """Save on all; per process its error, None for success, or "killed"."""
-        for pipe in self.pipes:
-            self._receive(pipe)
-        for pipe in self.pipes:
-            pipe.send("go")
-        outcomes = [self._receive(pipe) for pipe in self.pipes]
-        for process in self.processes:
-            process.join(TIMEOUT_S)
-            assert process.exitcode in (0, -signal.SIGKILL), process.exitcode
+        self.begin()
+        outcomes = [self.outcome(number) for number in range(len(self.pipes))]
+        self.end()
         return outcomes
 
-    def _receive(self, pipe: Connection) -> Any:
-        assert wait([pipe], TIMEOUT_S), "a rank gave no answer"
+    def begin(self) -> None:
+        """Let all save at once, when all are ready."""
+        for number in range(len(self.pipes)):
+            self.outcome(number)
+        self.go()
+
+    def go(self) -> None:
+        """Let all go on."""
+        for pipe in self.pipes:
+            pipe.send("go")
+
+    def outcome(self, number: int) -> Any:
+        """What a process says next; "killed" where it has ended without a word."""
+        assert wait([self.pipes[number]], TIMEOUT_S), "a rank gave no answer"
         try:
-            return pipe.recv()
+            return self.pipes[number].recv()
         except EOFError:
             return "killed"
+
+    def end(self) -> None:
+        """Wait until all have ended."""
+        for process in self.processes:
+            process.join(TIMEOUT_S)
+            assert process.exitcode in (0, 1, -signal.SIGKILL), process.exitcode
 
 
 def run_job(
     job: Job, kills: dict[int, Kill] | None = None, *, also: Sequence[Job] = ()
-) -> list[TectonicError | str | None]:
+) -> list[Outcome]:
     """Run all ranks of a job (and of others at the same time); outcomes in order."""
     ranks = [(job, rank, (kills or {}).get(rank)) for rank in range(job.world_size)]
     ranks += [(other, rank, None) for other in also for rank in range(other.world_size)]

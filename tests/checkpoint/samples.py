@@ -1,12 +1,15 @@
-"""Arrays and tensors of every kind that a state may hold, for the tests of this directory."""
+"""Arrays, tensors and states of every kind, for the tests of this directory."""
 
 from __future__ import annotations
 
+from collections import OrderedDict, namedtuple
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import torch
+
+Pair = namedtuple("Pair", "left right")
 
 TORCH_DTYPES = (
     torch.bool, torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32,
@@ -76,3 +79,45 @@ def serialised(value: Any) -> bytes:
     order = ">" if value.dtype.byteorder == ">" else "<"
     words = np.ascontiguousarray(value).view(f"{order}u{value.itemsize}")
     return words.astype(f"<u{value.itemsize}").tobytes()
+
+
+def plain(value: Any) -> Any:
+    """A form that can be compared: containers by kind, arrays and scalars by type and bytes."""
+    if isinstance(value, dict):
+        return isinstance(value, OrderedDict), [(k, plain(v)) for k, v in value.items()]
+    if isinstance(value, list):
+        return "list", [plain(item) for item in value]
+    if isinstance(value, tuple):
+        return "tuple", [plain(item) for item in value]
+    if isinstance(value, torch.Tensor):
+        return "tensor", value.dtype, tuple(value.shape), serialised(value)
+    if isinstance(value, np.ndarray):
+        return "array", value.dtype.name, value.shape, serialised(value)
+    if isinstance(value, np.generic):
+        return type(value), value.tobytes()
+    return type(value), repr(value)
+
+
+def model_state() -> dict[str, Any]:
+    """A state as a training loop has it: torch's model and optimizer, and what else is needed."""
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95))
+    model(torch.randn(8, 4)).sum().backward()
+    optimizer.step()
+    return {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "rng": torch.get_rng_state(),
+        "numpy_rng": np.random.default_rng(1).bit_generator.state,
+        "step": 12,
+        "best": None,
+        "history": [1.5, float("nan"), float("inf")],
+        "arrays": arrays(),
+        "tensors": tensors(),
+        "scalars": {
+            "np": np.float32(1.5), "bf16": ml_dtypes.bfloat16(2.5), "bool": np.bool_(True),
+            "complex": 1 + 2j, "bytes": b"\x00\xff", "text": "ü\n", "big": 1 << 100,
+            "size": torch.Size([3, 4]), "pair": Pair(1, (2, [3])), "empty": {}, "none": [],
+        },
+    }  # fmt: skip

@@ -533,8 +533,9 @@ def test_a_rank_fails_to_write() -> None:
     world.check_whole()
 
 
-def test_rank_0_fails_to_write() -> None:
-    """The coordinator's own failure reaches the others at once."""
+@pytest.mark.parametrize("steps", range(5))
+def test_rank_0_fails_to_write(steps: int) -> None:
+    """The coordinator's own failure reaches the others at once, also before it has opened."""
     world = World()
 
     def failing(process: Process) -> Generator[Any, Any, None]:
@@ -542,7 +543,7 @@ def test_rank_0_fails_to_write() -> None:
         save = process.new_save(100)
         work = save.run()
         request = next(work)
-        for _ in range(3):
+        for _ in range(steps):
             request = work.send((yield request))
         work.close()
         yield from save.give_up("interrupted")
@@ -553,6 +554,34 @@ def test_rank_0_fails_to_write() -> None:
     assert zero.results == {}
     for rank in others:
         assert error_of(rank, CheckpointError).endswith("failed: interrupted")
+    assert world.now < 1005
+    world.check_whole()
+
+
+@pytest.mark.parametrize("patient", [True, False])
+def test_a_rank_fails_before_there_is_an_attempt(patient: bool) -> None:
+    """Rank 0 comes late; a patient rank has waited for it to say that it failed."""
+    world = World()
+
+    def failing(process: Process) -> Generator[Any, Any, None]:
+        yield from process.join_run()
+        save = process.new_save(100)
+        work = save.run()
+        request = next(work)
+        for _ in range(3):
+            request = work.send((yield request))
+        work.close()
+        yield from save.give_up("store is full", patient=patient)
+
+    world.start(2, ranks=(1,), script=failing)
+    for _ in range(50):
+        for process in world.runnable():
+            process.step()
+    (zero,) = world.start(2, ranks=(0,), timeout_s=20)
+    world.run()
+    message = error_of(zero, RanksMissing)
+    assert ("failed: store is full" in message) == patient
+    assert ("did not arrive" in message) == (not patient)
     world.check_whole()
 
 

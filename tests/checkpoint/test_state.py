@@ -6,7 +6,7 @@ import copy
 import enum
 import subprocess
 import sys
-from collections import OrderedDict, defaultdict, namedtuple
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -19,9 +19,7 @@ from tectonic_client.checkpoint.layout import Layout, Shaped, lay_out
 from tectonic_client.checkpoint.state import FlatState, LoadPlan, build, flatten, match
 from tectonic_client.checkpoint.tree import Node, decode_tree, encode_tree
 from tectonic_client.errors import CorruptCheckpoint, StateMismatch, UnsupportedLeaf
-from tests.checkpoint.samples import arrays, serialised, tensors
-
-Pair = namedtuple("Pair", "left right")
+from tests.checkpoint.samples import Pair, model_state, plain, serialised
 
 
 class Saved:
@@ -50,48 +48,6 @@ class Saved:
         state = build(self.tree, self.layout.by_name())
         self.load(state)
         return state
-
-
-def plain(value: Any) -> Any:
-    """A form that can be compared: containers by kind, arrays and scalars by type and bytes."""
-    if isinstance(value, dict):
-        return isinstance(value, OrderedDict), [(k, plain(v)) for k, v in value.items()]
-    if isinstance(value, list):
-        return "list", [plain(item) for item in value]
-    if isinstance(value, tuple):
-        return "tuple", [plain(item) for item in value]
-    if isinstance(value, torch.Tensor):
-        return "tensor", value.dtype, tuple(value.shape), serialised(value)
-    if isinstance(value, np.ndarray):
-        return "array", value.dtype.name, value.shape, serialised(value)
-    if isinstance(value, np.generic):
-        return type(value), value.tobytes()
-    return type(value), repr(value)
-
-
-def model_state() -> dict[str, Any]:
-    """A state as a training loop has it: torch's model and optimizer, and what else is needed."""
-    torch.manual_seed(3)
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95))
-    model(torch.randn(8, 4)).sum().backward()
-    optimizer.step()
-    return {
-        "model": model.state_dict(),
-        "optimizer": optimizer.state_dict(),
-        "rng": torch.get_rng_state(),
-        "numpy_rng": np.random.default_rng(1).bit_generator.state,
-        "step": 12,
-        "best": None,
-        "history": [1.5, float("nan"), float("inf")],
-        "arrays": arrays(),
-        "tensors": tensors(),
-        "scalars": {
-            "np": np.float32(1.5), "bf16": ml_dtypes.bfloat16(2.5), "bool": np.bool_(True),
-            "complex": 1 + 2j, "bytes": b"\x00\xff", "text": "ü\n", "big": 1 << 100,
-            "size": torch.Size([3, 4]), "pair": Pair(1, (2, [3])), "empty": {}, "none": [],
-        },
-    }  # fmt: skip
 
 
 def test_a_training_state_survives() -> None:
