@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
@@ -85,6 +86,10 @@ class _Strike:
         if self._done:
             return
         self._done = True
+        if self._kill.number == signal.SIGSTOP:
+            # Through another thread it would reach this one a moment later.
+            signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
+            return
         os.kill(os.getpid(), self._kill.number)
         if self._kill.number in (signal.SIGINT, signal.SIGTERM):
             # The main thread gets it as an exception and cancels this.
@@ -165,7 +170,7 @@ class Ranks:
         self.processes = []
         for job, rank, kill in ranks:
             ours, theirs = context.Pipe()
-            process = context.Process(target=_rank, args=(theirs, job, rank, kill))
+            process = context.Process(target=_rank, args=(theirs, job, rank, kill), daemon=True)
             process.start()
             theirs.close()
             self.pipes.append(ours)

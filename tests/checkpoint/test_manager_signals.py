@@ -91,8 +91,11 @@ def test_a_rank_that_is_told_to_end_leaves_at_once(url: str, victim: int) -> Non
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_that_stands_still_is_missing(url: str, victim: int) -> None:
-    """SIGSTOP: the others name it at the timeout; when it goes on it gets the same verdict."""
-    kill = Kill("uploading", number=signal.SIGSTOP)
+    """SIGSTOP: the others name it at the timeout; when it goes on it gets the same verdict.
+
+    It is stopped between two transactions: in one it would hold up the embedded engine.
+    """
+    kill = Kill("before", "_bring", signal.SIGSTOP)
     job = Job(url, 3, 100, seed=1, timeout_s=2, earlier=(1,))
     ranks = Ranks([(job, rank, kill if rank == victim else None) for rank in range(3)])
     ranks.begin()
