@@ -187,7 +187,8 @@ def find_attempt(
     if namespace.step_directory(tx, step) is not None:
         raise step_exists(step)
     if leader is not None:
-        _check_leader(tx, namespace, me, step, leader, memory)
+        unspent = record is not None and record.attempt_id not in memory.spent
+        _check_leader(tx, namespace, me, step, leader, memory, record if unspent else None)
     if record is not None and record.is_open and record.run_id != me.run_id:
         if lives(namespace, tx, record.session):
             raise _in_progress(me, step, record)
@@ -198,25 +199,41 @@ def find_attempt(
         return Wait(f"rank 0 ({leader.hostname}, pid {leader.pid}) is of an earlier start")
     if record is None or record.token != leader.token or record.attempt_id in memory.spent:
         return Wait(f"rank 0 ({leader.hostname}, pid {leader.pid}) has not begun to save it")
-    return _joinable(tx, namespace, Attempt(step, record))
+    return _joinable(tx, namespace, me, Attempt(step, record), leader, memory)
+
+
+def _of_one_start(me: Identity, leader: MemberRecord, memory: Memory) -> bool:
+    """Whether this rank 0 is surely of this rank's start, also when it has died since.
+
+    One that was made in this rank's life is not left over from an earlier start.
+    """
+    return memory.leader == leader.token or leader.born_ns > me.born_ns
 
 
 def _check_leader(
     tx: ReadTransaction, namespace: Namespace, me: Identity, step: int, leader: MemberRecord,
-    memory: Memory,
+    memory: Memory, record: AttemptRecord | None,
 ) -> None:  # fmt: skip
-    """Raise where this rank can never be of one start with this rank 0, or that is dead."""
+    """Raise where this rank can never be of one start with this rank 0, or that is dead.
+
+    An attempt that a dead rank 0 has left open is joined all the same: others may wait in it for
+    this rank, and any of them decides it.
+    """
     if memory.leader not in (None, leader.token) or me.born_ns <= leader.fence_ns:
         raise stale(me, leader)
-    # One that was made in this rank's life is not left over from an earlier start.
-    ours = memory.leader == leader.token or leader.born_ns > me.born_ns
-    if ours and not lives(namespace, tx, leader.session):
+    if record is not None and record.is_open and record.token == leader.token:
+        return
+    if _of_one_start(me, leader, memory) and not lives(namespace, tx, leader.session):
         who = describe(0, leader.hostname, leader.pid)
         raise RanksMissing(f"step {step}: {who} of run {me.run_id!r} died before saving it", (0,))
 
 
-def _joinable(tx: ReadTransaction, namespace: Namespace, attempt: Attempt) -> Attempt | Wait:
-    if not lives(namespace, tx, attempt.record.session):
+def _joinable(
+    tx: ReadTransaction, namespace: Namespace, me: Identity, attempt: Attempt,
+    leader: MemberRecord, memory: Memory,
+) -> Attempt | Wait:  # fmt: skip
+    known = _of_one_start(me, leader, memory)
+    if not known and not lives(namespace, tx, attempt.record.session):
         return Wait(f"{attempt.coordinator} died, its attempt is left")
     if attempt.record.verdict.outcome is Outcome.COMMITTED:
         return Wait("the step was saved and deleted, rank 0 has not begun to save it again")

@@ -617,6 +617,45 @@ def test_rank_0_dies_after_all_arrived(what: str) -> None:
     world.check_whole()
 
 
+@pytest.mark.parametrize("arrived", [True, False])
+def test_rank_0_dies_before_a_slow_rank_has_joined(arrived: bool) -> None:
+    """Rank 1 waits in its attempt, rank 2 comes when it is dead: both end at once and alike, with
+    the step where rank 0 had arrived, else told that it is gone."""
+    world = World()
+    ranks = world.start(3, steps=(90, 100), timeout_s=600)
+    zero, one, two = ranks
+
+    def all_but_rank_2() -> list[Process]:
+        # Rank 2 is slow: it ends the first save and does not begin the second one.
+        return [p for p in world.runnable() if p is not two or 90 not in two.results]
+
+    while (parts := _parts_of(world, 100)) is None or 1 not in parts or (0 in parts) != arrived:
+        for process in all_but_rank_2():
+            waits_to_arrive = process is zero and not arrived and parts is not None
+            if not waits_to_arrive:
+                process.step()
+    zero.crash()
+    died = world.now
+    world.run()
+    if arrived:
+        assert succeeded([one, two])
+    else:
+        for rank in (one, two):
+            assert "gone before arriving: rank 0" in error_of(rank, RanksMissing)
+            assert result(rank).ranks == (0,)
+    assert world.now < died + 5
+    world.check_whole()
+
+
+def _parts_of(world: World, step: int) -> set[int] | None:
+    """Ranks that have arrived at the attempt at a step; None where there is none."""
+    record = world.read(lambda tx: read_attempt(tx, DIRECTORY, step))
+    if record is None:
+        return None
+    rows = world.read(lambda tx: tx.scan(*keys.parts(DIRECTORY, record.attempt_id)))
+    return {keys.parse_rank(key) for key, _ in rows}
+
+
 def test_rank_0_is_too_slow_to_commit() -> None:
     """When time is up another rank commits; rank 0, awake again, sees the step as its success."""
     world = World()
