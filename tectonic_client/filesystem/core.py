@@ -101,7 +101,8 @@ class FileSystem:
         actor = self._actor()
         inode = await self._ids.next_id()
         record = await self._kv.transact(
-            lambda tx: namespace.create(tx, parent, name, inode, mode, owner, actor, rdev)
+            lambda tx: namespace.create(tx, parent, name, inode, mode, owner, actor, rdev),
+            brief=True,
         )
         return inode, record
 
@@ -114,7 +115,8 @@ class FileSystem:
         actor = self._actor()
         inode = await self._ids.next_id()
         record = await self._kv.transact(
-            lambda tx: namespace.symlink(tx, parent, name, inode, target, owner, actor)
+            lambda tx: namespace.symlink(tx, parent, name, inode, target, owner, actor),
+            brief=True,
         )
         return attributes_of(inode, record)
 
@@ -126,20 +128,26 @@ class FileSystem:
         """One more name of a file."""
         actor = self._actor()
         return self._overlay(
-            await self._kv.transact(lambda tx: namespace.link(tx, inode, parent, name, actor))
+            await self._kv.transact(
+                lambda tx: namespace.link(tx, inode, parent, name, actor), brief=True
+            )
         )
 
     async def unlink(self, parent: int, name: bytes) -> None:
         """Remove a name; the file lives on while somebody has it open."""
         actor = self._actor()
         self._orphaned(
-            await self._kv.transact(lambda tx: namespace.unlink(tx, parent, name, actor))
+            await self._kv.transact(
+                lambda tx: namespace.unlink(tx, parent, name, actor), brief=True
+            )
         )
 
     async def rmdir(self, parent: int, name: bytes) -> None:
         """Remove an empty directory."""
         actor = self._actor()
-        self._orphaned(await self._kv.transact(lambda tx: namespace.rmdir(tx, parent, name, actor)))
+        self._orphaned(
+            await self._kv.transact(lambda tx: namespace.rmdir(tx, parent, name, actor), brief=True)
+        )
 
     async def rename(
         self, old_parent: int, old_name: bytes, new_parent: int, new_name: bytes,
@@ -149,7 +157,9 @@ class FileSystem:
         actor = self._actor()
         old, new = Place(old_parent, old_name), Place(new_parent, new_name)
         self._orphaned(
-            await self._kv.transact(lambda tx: namespace.rename(tx, old, new, flags, actor))
+            await self._kv.transact(
+                lambda tx: namespace.rename(tx, old, new, flags, actor), brief=True
+            )
         )
 
     def _orphaned(self, inode: int | None) -> None:
@@ -183,7 +193,7 @@ class FileSystem:
             await self._files.flush(state)
         return self._overlay(
             await self._kv.transact(
-                lambda tx: namespace.change_attributes(tx, inode, changes, actor)
+                lambda tx: namespace.change_attributes(tx, inode, changes, actor), brief=True
             )
         )
 

@@ -21,15 +21,18 @@ import os
 import struct
 import weakref
 from types import TracebackType
-
-_GATE = 0
-_LOCK = 1
+from typing import Final
 
 
-def _set(descriptor: int, kind: int, byte: int) -> None:
+def _flock(kind: int, byte: int) -> bytes:
     # struct flock: l_type, l_whence, l_start, l_len, l_pid (must be 0), padded by "0q".
-    flock = struct.pack("hhqqi0q", kind, os.SEEK_SET, byte, 1, 0)
-    fcntl.fcntl(descriptor, fcntl.F_OFD_SETLKW, flock)
+    return struct.pack("hhqqi0q", kind, os.SEEK_SET, byte, 1, 0)
+
+
+_TAKE_GATE: Final = _flock(fcntl.F_WRLCK, 0)
+_LEAVE_GATE: Final = _flock(fcntl.F_UNLCK, 0)
+_TAKE_LOCK: Final = _flock(fcntl.F_WRLCK, 1)
+_LEAVE_LOCK: Final = _flock(fcntl.F_UNLCK, 1)
 
 
 class FairFileLock:
@@ -43,9 +46,29 @@ class FairFileLock:
         _open_locks.add(self)
 
     def __enter__(self) -> None:
-        _set(self._descriptor, fcntl.F_WRLCK, _GATE)
-        _set(self._descriptor, fcntl.F_WRLCK, _LOCK)
-        _set(self._descriptor, fcntl.F_UNLCK, _GATE)
+        fcntl.fcntl(self._descriptor, fcntl.F_OFD_SETLKW, _TAKE_GATE)
+        fcntl.fcntl(self._descriptor, fcntl.F_OFD_SETLKW, _TAKE_LOCK)
+        fcntl.fcntl(self._descriptor, fcntl.F_OFD_SETLK, _LEAVE_GATE)
+
+    def try_enter(self) -> bool:
+        """Take the lock if nobody has it or waits for it; True: leave it by `leave`."""
+        if not self._try(_TAKE_GATE):
+            return False
+        try:
+            return self._try(_TAKE_LOCK)
+        finally:
+            fcntl.fcntl(self._descriptor, fcntl.F_OFD_SETLK, _LEAVE_GATE)
+
+    def _try(self, flock: bytes) -> bool:
+        try:
+            fcntl.fcntl(self._descriptor, fcntl.F_OFD_SETLK, flock)
+        except (BlockingIOError, PermissionError):  # EAGAIN or EACCES: somebody has it (fcntl(2))
+            return False
+        return True
+
+    def leave(self) -> None:
+        """Give back what `try_enter` took."""
+        fcntl.fcntl(self._descriptor, fcntl.F_OFD_SETLK, _LEAVE_LOCK)
 
     def __exit__(
         self,
@@ -53,7 +76,7 @@ class FairFileLock:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        _set(self._descriptor, fcntl.F_UNLCK, _LOCK)
+        self.leave()
 
     def close(self) -> None:
         _open_locks.discard(self)

@@ -135,7 +135,9 @@ class MemoryKV:
             finally:
                 transaction.end()
 
-    def submit(self, fn: Callable[[Transaction], T], *, durable: bool = False) -> Future[T]:
+    def submit(
+        self, fn: Callable[[Transaction], T], *, durable: bool = False, brief: bool = False
+    ) -> Future[T]:
         """As `transact`, at once; the future is done on return."""
         future: Future[T] = Future()
         try:

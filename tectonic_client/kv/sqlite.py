@@ -73,6 +73,11 @@ class SqliteKV:
 
     def read(self, fn: Callable[[ReadTransaction], T]) -> T:
         self._check_process()
+        if self._writer is not None and (borrowed := self._writer.try_borrow()) is not None:
+            try:
+                return read_snapshot(borrowed, self._path, fn)
+            finally:
+                self._writer.give_back()
         connection = self._readers.take()
         try:
             return read_snapshot(connection, self._path, fn)
@@ -86,8 +91,13 @@ class SqliteKV:
         except TimeoutError:
             return self._late_outcome(future)
 
-    def submit(self, fn: Callable[[Transaction], T], *, durable: bool = False) -> Future[T]:
+    def submit(
+        self, fn: Callable[[Transaction], T], *, durable: bool = False, brief: bool = False
+    ) -> Future[T]:
         """As `transact`, without waiting: the future gets the result or the error.
+
+        One that is `brief` and not durable runs in the calling thread if nobody has the lock or
+        waits for it; its future is done then.
 
         `future.cancel()` takes a transaction back that has not begun. Callbacks of the future run
         in the writer's thread and must not wait. Raises ReadOnly, and MetadataUnavailable where
@@ -96,7 +106,7 @@ class SqliteKV:
         self._check_process()
         if self._writer is None:
             raise ReadOnly(f"{self._path} was opened read-only")
-        return self._writer.submit(fn, durable)
+        return self._writer.submit(fn, durable=durable, brief=brief)
 
     def close(self) -> None:
         self._check_process()

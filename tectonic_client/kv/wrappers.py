@@ -43,7 +43,9 @@ class _WrappedKV:
     def close(self) -> None:
         self.inner.close()
 
-    def _submit(self, fn: Callable[[Transaction], T], *, durable: bool = False) -> Future[T]:
+    def _submit(
+        self, fn: Callable[[Transaction], T], *, durable: bool = False, brief: bool = False
+    ) -> Future[T]:
         assert isinstance(self.inner, SubmittingKV)
         future: Future[T] = Future()
         try:
@@ -51,7 +53,7 @@ class _WrappedKV:
         except TectonicError as error:
             future.set_exception(error)
             return future
-        inner = self.inner.submit(fn, durable=durable)
+        inner = self.inner.submit(fn, durable=durable, brief=brief)
         if afterwards is None:
             return inner
         future.set_running_or_notify_cancel()

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from tectonic_client import extents as arithmetic
 from tectonic_client.extents import Extent, OverlayPlan
 from tectonic_client.kv.port import ReadTransaction, Transaction
-from tectonic_client.limits import MAX_FILE_BYTES, RECLAIM_BATCH_ROWS
+from tectonic_client.limits import MAX_FILE_BYTES
 from tectonic_client.metadata import blocks, keys
 from tectonic_client.records import BlockRecord, ExtentRecord
 
@@ -77,10 +77,10 @@ def _apply(tx: Transaction, inode: int, plan: OverlayPlan) -> None:
         blocks.release(tx, block_id, inode, byte_count)
 
 
-def drop_extents(tx: Transaction, inode: int) -> bool:
-    """Remove a batch of an inode's extents; True once none is left."""
+def drop_extents(tx: Transaction, inode: int, limit: int) -> bool:
+    """Remove at most `limit` of an inode's extents; True once none is left."""
     start, end = keys.extents(inode)
-    rows = tx.scan(start, end, limit=RECLAIM_BATCH_ROWS)
+    rows = tx.scan(start, end, limit=limit)
     released: dict[int, int] = {}
     for key, value in rows:
         extent = _decode(key, value)
@@ -88,4 +88,4 @@ def drop_extents(tx: Transaction, inode: int) -> bool:
         tx.delete(key)
     for block_id, byte_count in released.items():
         blocks.release(tx, block_id, inode, byte_count)
-    return len(rows) < RECLAIM_BATCH_ROWS
+    return len(rows) < limit

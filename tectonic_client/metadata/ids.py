@@ -27,8 +27,10 @@ class IdAllocator:
         """A fresh id. Raises SessionLost and what the engine raises when a lease is needed."""
         for fresh in self._ids:
             return fresh
+        for fresh in self._ids:
+            return fresh
         async with self._lock:
-            for fresh in self._ids:
+            for fresh in self._ids:  # whoever waited for the lock finds the other's lease
                 return fresh
             # Chunks are durable before the metadata that names them. Were the lease not, a power
             # loss could take it back, and its ids would be given out again while stores hold chunks

@@ -32,8 +32,10 @@ def drop_name(tx: Transaction, inode: int, session_id: int, now_ns: int) -> bool
     return nlink == 0
 
 
-def reclaim(tx: Transaction, inode: int, session_id: int) -> tuple[bool, list[int]]:
-    """Remove a batch of what an orphan consists of.
+def reclaim(
+    tx: Transaction, inode: int, session_id: int, rows: int = RECLAIM_BATCH_ROWS
+) -> tuple[bool, list[int]]:
+    """Remove a batch of what an orphan consists of: at most about `rows` entries or extents.
 
     Returns whether the inode is gone with all its records, and the orphans that this made.
     """
@@ -43,13 +45,13 @@ def reclaim(tx: Transaction, inode: int, session_id: int) -> tuple[bool, list[in
     if record.nlink:
         # A hidden directory whose owner died: from now on nobody adds to it or publishes it.
         write_inode(tx, inode, replace(record, nlink=0))
-    entries = list_entries(tx, inode, 0, RECLAIM_BATCH_ROWS)
+    entries = list_entries(tx, inode, 0, rows)
     orphans = []
     for entry in entries:
         delete_entry(tx, inode, entry.name)
         if drop_name(tx, entry.record.inode, session_id, tx.now_ns()):
             orphans.append(entry.record.inode)
-    if entries or not files.drop_extents(tx, inode):
+    if entries or not files.drop_extents(tx, inode, rows):
         return False, orphans
     prefix = keys.group(keys.FILE, inode)
     tx.delete_range(prefix, keys.prefix_end(prefix))

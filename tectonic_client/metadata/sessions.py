@@ -106,20 +106,24 @@ def read_sessions(tx: ReadTransaction, session_ids: Sequence[int]) -> list[Sessi
     return [None if row is None else SessionRecord.decode(row) for row in rows]
 
 
-def require_session(tx: ReadTransaction, session_id: int) -> SessionRecord:
+def require_session(tx: ReadTransaction, session_id: int) -> None:
     """The fence: raises SessionLost when the session was declared dead."""
-    record = read_session(tx, session_id)
-    if record is None:
-        raise SessionLost(
-            "this client was without contact for so long that its session was ended:"
-            " unpublished data is lost, reopen the volume"
-        )
-    return record
+    if tx.get(keys.session(session_id)) is None:
+        raise _lost()
+
+
+def _lost() -> SessionLost:
+    return SessionLost(
+        "this client was without contact for so long that its session was ended:"
+        " unpublished data is lost, reopen the volume"
+    )
 
 
 def heartbeat(tx: Transaction, session_id: int) -> None:
     """Show that the session lives. Raises SessionLost."""
-    record = require_session(tx, session_id)
+    record = read_session(tx, session_id)
+    if record is None:
+        raise _lost()
     tx.put(keys.session(session_id), replace(record, heartbeat_ns=tx.now_ns()).encode())
 
 

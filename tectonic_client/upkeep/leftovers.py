@@ -15,7 +15,12 @@ from tectonic_client.chunkstore.port import ChunkKey, ChunkStore
 from tectonic_client.errors import CorruptionError, CorruptRecord, TectonicError
 from tectonic_client.kv.executor import AsyncKV
 from tectonic_client.kv.port import ReadTransaction
-from tectonic_client.limits import DEAD_BLOCK_GRACE_S, SCAN_PAGE_ROWS
+from tectonic_client.limits import (
+    BRIEF_BATCH_ROWS,
+    DEAD_BLOCK_GRACE_S,
+    RECLAIM_BATCH_ROWS,
+    SCAN_PAGE_ROWS,
+)
 from tectonic_client.metadata import blocks, keys, orphans, sessions
 from tectonic_client.metadata.inodes import read_inode
 from tectonic_client.metadata.scans import scan_layer
@@ -112,13 +117,14 @@ class Cleaner:
 
     async def reclaim(self, inode: int) -> None:
         """Remove an orphan's extents and records, and a tree's below it, in bounded steps."""
-        todo = [inode]
+        todo, rows = [inode], BRIEF_BATCH_ROWS
         while todo:
-            step = partial(orphans.reclaim, inode=todo[-1], session_id=self._session_id)
-            gone, found = await self._kv.transact(step)
+            step = partial(orphans.reclaim, inode=todo[-1], session_id=self._session_id, rows=rows)
+            gone, found = await self._kv.transact(step, brief=rows == BRIEF_BATCH_ROWS)
             if gone:
                 todo.pop()
             todo += found
+            rows = BRIEF_BATCH_ROWS if gone else RECLAIM_BATCH_ROWS
 
     # --- dead blocks --------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -464,6 +465,117 @@ def test_removed_log_is_noticed(kv: SqliteKV, path: str) -> None:
         kv.transact(increment, durable=True)
 
 
+# --- brief transactions -----------------------------------------------------------------------
+
+
+def _thread(transaction: Transaction) -> int:
+    increment(transaction)
+    return threading.get_ident()
+
+
+def test_brief_runs_in_the_caller(kv: SqliteKV) -> None:
+    """With nobody to wait for it is committed on return, by the caller's own thread."""
+    future = kv.submit(_thread, brief=True)
+    assert future.done()
+    assert future.result() == threading.get_ident()
+    assert kv.submit(_thread).result(TIMEOUT_S) != threading.get_ident()
+    assert get(kv, b"count") == b"2"
+
+
+def test_brief_and_durable_waits_for_its_sync(
+    kv: SqliteKV, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody syncs in the caller's thread: what must be durable takes the queue."""
+    syncs = _count_syncs(monkeypatch)
+    future = kv.submit(_thread, durable=True, brief=True)
+    assert future.result(TIMEOUT_S) != threading.get_ident()
+    assert len(syncs) == 1
+
+
+def test_brief_waits_for_nobody(kv: SqliteKV, path: str) -> None:
+    """Behind another process, or the queue, it takes the queue: submit returns at once."""
+    lock = FairFileLock(f"{path}-lock")
+    with lock:
+        first = kv.submit(_thread, brief=True)
+        second = kv.submit(_thread, brief=True)
+        assert not first.done()
+    assert threading.get_ident() not in (first.result(TIMEOUT_S), second.result(TIMEOUT_S))
+    lock.close()
+    assert get(kv, b"count") == b"2"
+
+
+def test_brief_beside_a_foreign_transaction(impatient: SqliteKV, path: str) -> None:
+    """Where SQLite's own lock is taken the caller does not wait for it either."""
+    foreign = apsw.Connection(path)
+    foreign.execute("BEGIN IMMEDIATE")
+    future = impatient.submit(_thread, brief=True)
+    assert not future.done()
+    foreign.execute("ROLLBACK")
+    foreign.close()
+    assert future.result(TIMEOUT_S) != threading.get_ident()
+
+
+def test_brief_that_fails(kv: SqliteKV) -> None:
+    """What it raises is its outcome; nothing of it stays, and the next ones are not touched."""
+    future = kv.submit(_fail, brief=True)
+    assert isinstance(future.exception(0), Planned)
+    assert scan_all(kv) == []
+    assert kv.submit(increment, brief=True).result(0) == 1
+
+
+def test_brief_interrupted_by_a_signal(kv: SqliteKV, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A handler that raises between the steps of a commit leaves no transaction open."""
+
+    def interrupted(self: object, batch: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sqlite_writer.SqliteWriter, "_commit", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        kv.submit(increment, brief=True)
+    monkeypatch.undo()
+    assert kv.submit(increment, brief=True).result(0) == 1
+    assert kv.transact(increment) == 2
+
+
+def test_brief_after_closing(path: str) -> None:
+    """A closed engine refuses it like any other."""
+    kv = SqliteKV(path, create=False)
+    kv.close()
+    with pytest.raises(MetadataUnavailable, match="closed"):
+        kv.submit(increment, brief=True)
+
+
+def test_brief_of_many_threads_and_clients(path: str) -> None:
+    """Callers that collide all the time lose no update."""
+    clients = [SqliteKV(path, create=False) for _ in range(2)]
+
+    def count(kv: SqliteKV) -> Callable[[], None]:
+        def run() -> None:
+            for _ in range(300):
+                kv.submit(increment, brief=True).result(TIMEOUT_S)
+
+        return run
+
+    in_threads(*map(count, clients * 2))
+    assert get(clients[0], b"count") == b"1200"
+    for kv in clients:
+        kv.close()
+
+
+def test_log_stays_small_under_brief_ones(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The caller leaves a checkpoint that is due to the writer's thread, and lets it come."""
+    monkeypatch.setattr(sqlite_writer, "SQLITE_WAL_PAGES", 20)
+    kv = SqliteKV(path, create=False)
+    at_once = 0
+    for number in range(400):
+        future = kv.submit(_put(b"%d" % number, 4000), brief=True)
+        at_once += future.done()
+        assert future.result(TIMEOUT_S) == "done"
+    assert at_once > 200
+    assert os.path.getsize(f"{path}-wal") // 4096 < 200, "400 pages or more were written"
+    kv.close()
+
+
 # --- checkpoints ------------------------------------------------------------------------------
 
 
@@ -496,7 +608,7 @@ def test_failing_checkpoint_loses_nothing(
     """A checkpoint that fails is logged; transactions go on."""
     monkeypatch.setattr(sqlite_writer, "SQLITE_WAL_PAGES", 5)
 
-    def fail(self: object) -> None:
+    def fail(self: object, connection: object) -> None:
         raise apsw.FullError("database or disk is full")
 
     monkeypatch.setattr(sqlite_writer.SqliteWriter, "_move_pages", fail)

@@ -21,7 +21,8 @@ def _open(kv: MemoryKV, client: str = "test") -> int:
 
 def _pretend(kv: MemoryKV, session_id: int, **changes: object) -> None:
     def change(tx: object) -> None:
-        record = sessions.require_session(tx, session_id)
+        record = sessions.read_session(tx, session_id)
+        assert record is not None
         tx.put(keys.session(session_id), replace(record, **changes).encode())
 
     kv.transact(change)

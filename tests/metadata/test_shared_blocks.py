@@ -79,7 +79,7 @@ def test_owner_records_add_up_whatever_happens(steps: list[tuple[str, int, int, 
         elif step == "cut":
             kv.transact(lambda tx, i=inode, size=other: files.cut(tx, i, size))
         else:
-            assert kv.transact(lambda tx, i=inode: files.drop_extents(tx, i))
+            assert kv.transact(lambda tx, i=inode: files.drop_extents(tx, i, 256))
         kv.read(lambda tx: _check(tx, published))
 
 
@@ -117,8 +117,8 @@ def test_the_last_two_users_leave_at_once(clients: list[KV]) -> None:
         one.transact(lambda tx, b=block_id, e=extent: files.publish(tx, 2, {b: _block()}, [e]))
         one.transact(lambda tx, e=extent: files.publish(tx, 3, {}, [e]))
         _at_once(
-            lambda: one.transact(lambda tx: files.drop_extents(tx, 2)),
-            lambda: two.transact(lambda tx: files.drop_extents(tx, 3)),
+            lambda: one.transact(lambda tx: files.drop_extents(tx, 2, 256)),
+            lambda: two.transact(lambda tx: files.drop_extents(tx, 3, 256)),
         )
         one.read(lambda tx, b=block_id: _check(tx, set(range(10, b + 1))))
     left = one.read(lambda tx: [row for page in scan_layer(tx, keys.BLOCK) for row in page])
@@ -132,11 +132,11 @@ def test_one_user_comes_as_the_last_one_leaves(clients: list[KV]) -> None:
         extent = Extent(0, BLOCK_BYTES, block_id, 0)
         one.transact(lambda tx, b=block_id, e=extent: files.publish(tx, 2, {b: _block()}, [e]))
         _at_once(
-            lambda: one.transact(lambda tx: files.drop_extents(tx, 2)),
+            lambda: one.transact(lambda tx: files.drop_extents(tx, 2, 256)),
             lambda: two.transact(lambda tx: files.publish(tx, 3, {}, files.read_extents(tx, 2))),
         )
         one.read(lambda tx, b=block_id: _check(tx, set(range(10, b + 1))))
-        one.transact(lambda tx: files.drop_extents(tx, 3))
+        one.transact(lambda tx: files.drop_extents(tx, 3, 256))
 
 
 def test_layers_are_scanned_page_by_page(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from tectonic_client.chunkstore.port import ChunkKey
 from tectonic_client.errors import CorruptRecord
 from tectonic_client.filesystem.namespace import Actor, detach_tree
 from tectonic_client.kv.port import Transaction
-from tectonic_client.metadata import files, keys, orphans, scans, sessions
+from tectonic_client.metadata import keys, scans, sessions
 from tectonic_client.types import ROOT_INODE
 from tectonic_client.upkeep import leftovers
 from tectonic_client.volume import Volume, open_volume
@@ -44,8 +44,8 @@ KEPT = bytes(range(256)) * 1000
 @pytest.fixture
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """So few rows per transaction and page that a small mess takes several of each."""
-    monkeypatch.setattr(orphans, "RECLAIM_BATCH_ROWS", 2)
-    monkeypatch.setattr(files, "RECLAIM_BATCH_ROWS", 2)
+    monkeypatch.setattr(leftovers, "BRIEF_BATCH_ROWS", 2)
+    monkeypatch.setattr(leftovers, "RECLAIM_BATCH_ROWS", 3)
     for module in (scans, sessions, leftovers):
         monkeypatch.setattr(module, "SCAN_PAGE_ROWS", 2)
 
@@ -54,7 +54,8 @@ async def _declare_dead(volume: Volume) -> None:
     """From now on the client's process seems to be gone."""
 
     def change(tx: Transaction) -> None:
-        record = sessions.require_session(tx, volume.session_id)
+        record = sessions.read_session(tx, volume.session_id)
+        assert record is not None
         record = replace(record, pid_started_ticks=record.pid_started_ticks + 1)
         tx.put(keys.session(volume.session_id), record.encode())
 
