@@ -89,8 +89,9 @@ async def _serve_volume(
     from fusefs.session import serve
 
     volume_options = VolumeOptions(
-        memory_limit_bytes=options.memory_limit_bytes, read_only=options.read_only, client="mount"
-    )
+        memory_limit_bytes=options.memory_limit_bytes, read_only=options.read_only, client="mount",
+        metadata_deadline_s=options.metadata_timeout_s, store_deadline_s=options.store_timeout_s,
+    )  # fmt: skip
     # Signals stay caught until the volume is flushed: a second one must not cut that short.
     with trio.open_signal_receiver(*_STOP_SIGNALS) as signals:
         async with open_volume(meta_url, volume_options) as volume:

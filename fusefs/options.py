@@ -10,7 +10,11 @@ from typing import Any, Final
 
 from tectonic_client.cli.parameters import parse_size
 from tectonic_client.errors import BadOption
-from tectonic_client.limits import DEFAULT_MEMORY_LIMIT_BYTES
+from tectonic_client.limits import (
+    DEFAULT_MEMORY_LIMIT_BYTES,
+    METADATA_DEADLINE_S,
+    STORE_DEADLINE_S,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +24,9 @@ class MountOptions:
     The kernel trusts attributes for `attr_timeout_s` and names for `entry_timeout_s` before it
     asks again; opening a file always asks. `negative_timeout_s` is the same for names that do not
     exist: 0, because a file that another client made and closed must be found at once.
+
+    A store or the metadata that does not answer within `store_timeout_s` or `metadata_timeout_s`
+    makes the call that waits for it fail.
     """
 
     read_only: bool = False
@@ -29,6 +36,8 @@ class MountOptions:
     attr_timeout_s: float = 1.0
     entry_timeout_s: float = 1.0
     negative_timeout_s: float = 0.0
+    store_timeout_s: float = STORE_DEADLINE_S
+    metadata_timeout_s: float = METADATA_DEADLINE_S
     log_file: str | None = None
     log_level: int = logging.INFO
 
@@ -37,6 +46,13 @@ def _seconds(text: str) -> float:
     value = float(text)
     if not 0 <= value <= 86_400:
         raise ValueError(f"{text!r} is not between 0 and 86400 seconds")
+    return value
+
+
+def _timeout(text: str) -> float:
+    value = _seconds(text)
+    if value < 1:
+        raise ValueError(f"{text!r} is less than a second")
     return value
 
 
@@ -61,6 +77,8 @@ _VALUES: Final[dict[str, tuple[str, Callable[[str], object]]]] = {
     "attr_timeout": ("attr_timeout_s", _seconds),
     "entry_timeout": ("entry_timeout_s", _seconds),
     "negative_timeout": ("negative_timeout_s", _seconds),
+    "store_timeout": ("store_timeout_s", _timeout),
+    "metadata_timeout": ("metadata_timeout_s", _timeout),
     "log_file": ("log_file", os.path.abspath),
     "log_level": ("log_level", _log_level),
 }

@@ -37,6 +37,10 @@ MAX_CHUNKS_PER_BLOCK: Final = 1024
 LIST_WINDOW_CHUNKS: Final = 131_072
 """Chunks of a flash store sorted at once by a listing: about 16 MiB of memory."""
 
+DELETE_BATCH_CHUNKS: Final = 256
+"""Chunks deleted by one call of a store, which has STORE_DEADLINE_S for it: at 10 ms each on a
+slow network it takes 3 s."""
+
 # --- memory -----------------------------------------------------------------------------------
 
 DEFAULT_MEMORY_LIMIT_BYTES: Final = 256 * MiB
@@ -227,6 +231,13 @@ ATTEMPTS_SWEPT: Final = 16
 
 THREAD_SWITCH_S: Final = 0.001
 """How long a thread of a mount may hold the GIL while others want it."""
+
+STORE_DEADLINE_S: Final = 45.0
+"""A store operation without an answer by then is given up: longer than Linux waits for a disk's
+command (30 s) before it resets the disk, shorter than SHUTDOWN_DEADLINE_S."""
+
+STORE_PROBE_INTERVAL_S: Final = 5.0
+"""How often a call is let through to a store that does not answer: how late its recovery shows."""
 
 METADATA_DEADLINE_S: Final = 30.0
 """A metadata transaction that got no answer by then fails."""

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import Future
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 
 import trio
 
@@ -32,6 +35,7 @@ from tectonic_client.errors import (
     BadOption,
     CorruptRecord,
     DeadlineExceeded,
+    StoreUnavailable,
     TectonicError,
     VolumeExists,
 )
@@ -52,11 +56,13 @@ from tectonic_client.limits import (
     DEFAULT_MEMORY_LIMIT_BYTES,
     MAX_CHUNK_BYTES,
     MAX_CHUNKS_PER_BLOCK,
+    METADATA_DEADLINE_S,
     MIN_CHUNK_BYTES,
     MIN_MEMORY_LIMIT_BYTES,
     MIN_POOL_CHUNKS,
     POOL_SHARE,
     SHUTDOWN_DEADLINE_S,
+    STORE_DEADLINE_S,
     MiB,
 )
 from tectonic_client.metadata import keys, sessions
@@ -237,6 +243,9 @@ def _store_status(record: StoreRecord, volume_uuid: bytes) -> StoreStatus:
 class VolumeOptions:
     """How a client opens a volume.
 
+    A metadata transaction, or an operation of a store, that got no answer within
+    `metadata_deadline_s` or `store_deadline_s` fails.
+
     `wrap_kv` and `wrap_store` put something around the engine and each store: measurement, delays,
     faults. They must keep the ports' contracts where they do not mean to break them.
     """
@@ -244,6 +253,8 @@ class VolumeOptions:
     memory_limit_bytes: int = DEFAULT_MEMORY_LIMIT_BYTES
     read_only: bool = False
     client: str = "api"
+    metadata_deadline_s: float = METADATA_DEADLINE_S
+    store_deadline_s: float = STORE_DEADLINE_S
     wrap_kv: Callable[[KV], KV] = lambda kv: kv
     wrap_store: Callable[[ChunkStore], ChunkStore] = lambda store: store
 
@@ -320,14 +331,18 @@ async def _connected(meta_url: str, options: VolumeOptions) -> AsyncIterator[_Ba
     def load(tx: ReadTransaction) -> tuple[VolumeRecord, list[StoreRecord]]:
         return read_volume(tx, display_url(meta_url)), read_stores(tx)
 
-    raw = await trio.to_thread.run_sync(lambda: open_kv(meta_url, read_only=options.read_only))
+    open_engine = partial(
+        open_kv, meta_url, read_only=options.read_only, deadline_s=options.metadata_deadline_s
+    )
+    raw = await trio.to_thread.run_sync(open_engine)
     try:
-        kv = AsyncKV(options.wrap_kv(raw))
+        kv = AsyncKV(options.wrap_kv(raw), deadline_s=options.metadata_deadline_s)
         record, store_records = await kv.read(load)
         debris = Debris()
         stores = StoreSet(
-            await trio.to_thread.run_sync(_open_stores, store_records, record, options, debris)
-        )
+            await trio.to_thread.run_sync(_open_in_time, store_records, record, options, debris),
+            deadline_s=options.store_deadline_s, on_debris=debris.note,
+        )  # fmt: skip
         try:
             yield _Backend(kv, record, store_records, stores, debris)
         finally:
@@ -406,6 +421,28 @@ def _memory(options: VolumeOptions, record: VolumeRecord) -> Iterator[BufferPool
         _log.error("%d bytes of buffers were not given back", pool.used_bytes)
     else:
         pool.close()
+
+
+def _open_in_time(
+    records: list[StoreRecord], volume: VolumeRecord, options: VolumeOptions, debris: Debris
+) -> dict[int, ChunkStore]:
+    """All stores. Raises StoreUnavailable where one does not answer: its thread is left alone."""
+    opened: Future[dict[int, ChunkStore]] = Future()
+
+    def work() -> None:
+        try:
+            opened.set_result(_open_stores(records, volume, options, debris))
+        except BaseException as error:  # noqa: BLE001 - raised by whoever waits
+            opened.set_exception(error)
+
+    threading.Thread(target=work, name="open-stores", daemon=True).start()
+    try:
+        return opened.result(options.store_deadline_s)
+    except TimeoutError:
+        urls = ", ".join(record.url for record in records)
+        raise StoreUnavailable(
+            f"no answer for {options.store_deadline_s:.0f} s from the volume's stores: {urls}"
+        ) from None
 
 
 def _open_stores(

@@ -11,7 +11,8 @@ which made O_DIRECT 1.5 to 2.5 times as fast for a tenth of the CPU time. It is 
 children of a fork: a child must not use it, and copy-on-write under a running O_DIRECT read could
 hand the read's bytes to the wrong process (open(2), NOTES).
 
-`acquire` and `try_acquire` belong to the event loop; `release` may be called by any thread.
+`acquire` and `try_acquire` belong to the event loop; the rest may be called by any thread. A buffer
+that a thread uses is lent to it: releasing it then takes effect when the thread is done.
 """
 
 from __future__ import annotations
@@ -36,23 +37,46 @@ _MADV_POPULATE_WRITE: Final = 23
 class Buffer:
     """Memory on loan. A context manager; using `memory` after `release` is a bug."""
 
-    __slots__ = ("_order", "_pool", "_position", "memory", "size_bytes")
+    __slots__ = ("_holders", "_order", "_owned", "_pool", "_position", "memory", "size_bytes")
 
     def __init__(self, pool: BufferPool, position: int, order: int, memory: memoryview) -> None:
-        self._pool: BufferPool | None = pool
+        self._pool = pool
         self._position = position
         self._order = order
+        self._owned = True
+        self._holders = 1
         self.memory = memory
         """Writable bytes, aligned to ALIGNMENT_BYTES, exactly as many as were asked for."""
         self.size_bytes = len(memory)
 
+    @property
+    def lent(self) -> bool:
+        """Whether somebody beside the owner uses the memory."""
+        return self._holders > self._owned
+
     def release(self) -> None:
-        """Give the memory back. Raises RuntimeError the second time."""
-        pool, self._pool = self._pool, None
-        if pool is None:
+        """Give the memory back, as soon as nobody uses it. Raises RuntimeError the second time."""
+        if not self._owned:
             raise RuntimeError("buffer released twice")
+        self._owned = False
         self.memory = memoryview(b"")
-        pool._give_back(self._position, self._order)
+        self._let_go()
+
+    def lend(self) -> None:
+        """Somebody else uses the memory, too: until `take_back` the pool does not reuse it."""
+        with self._pool._lock:
+            self._holders += 1
+
+    def take_back(self) -> None:
+        """The other end of `lend`."""
+        self._let_go()
+
+    def _let_go(self) -> None:
+        with self._pool._lock:
+            self._holders -= 1
+            unused = not self._holders
+        if unused:
+            self._pool._give_back(self._position, self._order)
 
     def __enter__(self) -> Buffer:
         return self

@@ -13,6 +13,7 @@ import numpy as np
 import trio
 
 from tectonic_client.blocks.buffers import Buffer, BufferPool
+from tectonic_client.blocks.calls import Slot
 from tectonic_client.blocks.fetch import ChunkFetcher, ChunkRange
 from tectonic_client.blocks.stores import StoreSet
 from tectonic_client.chunkstore.port import ChunkKey, ChunkStore
@@ -93,46 +94,46 @@ class BlockReader:
     async def _load(self, wanted: ChunkRange, consume: Consumer) -> VerifiedRange:
         wanted.check()
         store_id = wanted.record.places[wanted.key.chunk].store_id
-        async with self._stores.reading(store_id) as store:
+        async with self._stores.reading(store_id) as slot:
             if wanted.compressed:
-                return await self._load_compressed(wanted, store, consume)
-            return await self._load_plain(wanted, store, consume)
+                return await self._load_compressed(wanted, slot, consume)
+            return await self._load_plain(wanted, slot, consume)
 
     async def _load_plain(
-        self, wanted: ChunkRange, store: ChunkStore, consume: Consumer
-    ) -> VerifiedRange:
+        self, wanted: ChunkRange, slot: Slot, consume: Consumer
+    ) -> VerifiedRange:  # fmt: skip
         buffer = await self._pool.acquire(self._fetcher.plain_bytes(wanted))
 
-        def work() -> memoryview:
+        def work(store: ChunkStore) -> memoryview:
             view = self._fetcher.fetch_plain(wanted, store, buffer.memory)
             consume(view)
             return view
 
-        return await self._loaded(buffer, work)
+        try:
+            return VerifiedRange(buffer, await slot.call(work, (buffer,)))
+        except BaseException:
+            buffer.release()
+            raise
 
     async def _load_compressed(
-        self, wanted: ChunkRange, store: ChunkStore, consume: Consumer
-    ) -> VerifiedRange:
+        self, wanted: ChunkRange, slot: Slot, consume: Consumer
+    ) -> VerifiedRange:  # fmt: skip
         length = wanted.end - wanted.start
         sizes = (self._fetcher.compressed_bytes(wanted), padded(length))
         payload, content = await self._pool.acquire_all(sizes)
 
-        def work() -> memoryview:
+        def work(store: ChunkStore) -> memoryview:
             view = content.memory[:length]
             self._fetcher.fetch_compressed(wanted, store, payload.memory, view)
             consume(view)
             return view
 
         with payload:
-            return await self._loaded(content, work)
-
-    async def _loaded(self, buffer: Buffer, work: Callable[[], memoryview]) -> VerifiedRange:
-        """What `work` leaves in `buffer`, which goes back to the pool if it fails."""
-        try:
-            return VerifiedRange(buffer, await self._stores.call(work))
-        except BaseException:
-            buffer.release()
-            raise
+            try:
+                return VerifiedRange(content, await slot.call(work, (payload, content)))
+            except BaseException:
+                content.release()
+                raise
 
 
 def _keep(_: memoryview) -> None:

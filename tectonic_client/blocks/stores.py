@@ -1,39 +1,53 @@
 """The stores of an open volume, and the few threads that wait for them.
 
-Each store has slots of its own, so that one which hangs holds up only those who need it. Readers
-take their slot first, then memory: what is free is never held by one that only waits.
-
-A call in a thread is not given up when its task is cancelled, because the thread may be using a
-buffer that the task would give back. It ends by the store's own deadline: below a directory
-that is the request timeout of the device.
+Each store has slots of its own, for reads and for writes, so that one which hangs holds up only
+those who need it, and those only until the deadline (`blocks.calls`). Readers take their slot
+first, then memory: what is free is never held by one that only waits.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
-from functools import partial
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager
 from typing import TypeVar
 
 import trio
 
+from tectonic_client.blocks.calls import Lane, Slot
 from tectonic_client.chunkstore.port import ChunkStore, StoreUsage
 from tectonic_client.errors import StoreUnavailable
-from tectonic_client.limits import STORE_READ_THREADS, STORE_WRITE_THREADS
+from tectonic_client.limits import STORE_DEADLINE_S, STORE_READ_THREADS, STORE_WRITE_THREADS
+
+_log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 
-class StoreSet:
-    """Store id -> store. Used from the event loop only."""
+def _nobody_listens(block_id: int) -> None:
+    """For stores whose leftovers somebody else looks for."""
 
-    def __init__(self, stores: Mapping[int, ChunkStore]) -> None:
+
+class StoreSet:
+    """Store id -> store. Used from the event loop only.
+
+    A call that gets no answer for `deadline_s` (seconds) fails. `on_debris` is told of blocks of
+    which a store may keep chunks because such a call was to put or delete them.
+    """
+
+    def __init__(
+        self, stores: Mapping[int, ChunkStore], *, deadline_s: float = STORE_DEADLINE_S,
+        on_debris: Callable[[int], None] = _nobody_listens,
+    ) -> None:  # fmt: skip
         self._stores = dict(stores)
-        self._writers = {i: trio.CapacityLimiter(STORE_WRITE_THREADS) for i in self._stores}
-        self._readers = {i: trio.CapacityLimiter(STORE_READ_THREADS) for i in self._stores}
-        # The slots bound the threads already.
-        self._threads = trio.CapacityLimiter(math.inf)
+        self._writers = {
+            store_id: Lane(store, STORE_WRITE_THREADS, deadline_s, on_debris)
+            for store_id, store in self._stores.items()
+        }
+        self._readers = {
+            store_id: Lane(store, STORE_READ_THREADS, deadline_s, on_debris)
+            for store_id, store in self._stores.items()
+        }
 
     def ids(self) -> list[int]:
         """Ids of the stores that are open."""
@@ -46,39 +60,35 @@ class StoreSet:
             raise StoreUnavailable(f"store {store_id} is not open")
         return store
 
-    @asynccontextmanager
-    async def writing(self, store_id: int) -> AsyncIterator[ChunkStore]:
-        """The store, with one of its slots for puts and deletes. Raises StoreUnavailable."""
-        store = self.get(store_id)
-        async with self._writers[store_id]:
-            yield store
+    def writing(self, store_id: int) -> AbstractAsyncContextManager[Slot]:
+        """One of the store's slots for puts and deletes. Raises StoreUnavailable."""
+        self.get(store_id)
+        return self._writers[store_id].slot()
 
-    @asynccontextmanager
-    async def reading(self, store_id: int) -> AsyncIterator[ChunkStore]:
-        """The store, with one of its slots for gets. Raises StoreUnavailable."""
-        store = self.get(store_id)
-        async with self._readers[store_id]:
-            yield store
-
-    async def call(self, work: Callable[[], T]) -> T:
-        """Result of `work` in a thread, waited for whatever happens. The caller holds a slot."""
-        return await trio.to_thread.run_sync(work, limiter=self._threads)
+    def reading(self, store_id: int) -> AbstractAsyncContextManager[Slot]:
+        """One of the store's slots for gets. Raises StoreUnavailable."""
+        self.get(store_id)
+        return self._readers[store_id].slot()
 
     async def run(self, store_id: int, work: Callable[[ChunkStore], T]) -> T:
         """Result of `work(store)` in a thread, in a slot for puts and deletes."""
-        async with self.writing(store_id) as store:
-            return await self.call(partial(work, store))
+        async with self.writing(store_id) as slot:
+            return await slot.call(work)
 
     async def usage(self) -> StoreUsage:
         """Space of all stores together. Raises StoreUnavailable."""
         found = []
         for store_id in self.ids():
-            async with self.reading(store_id) as store:
-                found.append(await self.call(store.usage))
+            async with self.reading(store_id) as slot:
+                found.append(await slot.call(lambda store: store.usage()))
         return StoreUsage(sum(u.total_bytes for u in found), sum(u.free_bytes for u in found))
 
     async def close(self) -> None:
-        """Close all stores."""
-        for store in self._stores.values():
-            await self.call(store.close)
+        """Close all stores, but for those that threads still wait for."""
+        for store_id, store in self._stores.items():
+            lost = self._writers[store_id].lost + self._readers[store_id].lost
+            if lost:
+                _log.error("store %s is left with %d calls that never ended", store.name, lost)
+            else:
+                await trio.to_thread.run_sync(store.close)
         self._stores.clear()

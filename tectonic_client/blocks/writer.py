@@ -86,16 +86,17 @@ class BlockWriter:
         store_id = store_for(self._turns, block.block_id, index)
         key = ChunkKey(block.block_id, index)
         with self._scratch.put_under_way():
-            async with self._stores.writing(store_id) as store:
+            async with self._stores.writing(store_id) as slot:
                 scratch = await self._take_scratch(length)
+                lent = (buffer,) if scratch is None else (buffer, scratch)
 
-                def work() -> int:
+                def work(store: ChunkStore) -> int:
                     if fill is not None:
                         fill(buffer.memory[:length])
                     return self._store(store, key, buffer.memory, length, scratch)
 
                 try:
-                    stored = await self._stores.call(work)
+                    stored = await slot.call(work, lent)
                 finally:
                     if scratch is not None:
                         self._scratch.give(scratch)
@@ -217,5 +218,8 @@ class _ScratchMemory:
     def give(self, buffer: Buffer) -> None:
         """Done with a buffer."""
         self._in_use -= 1
-        self._spare.append(buffer)
+        if buffer.lent:  # to a thread that does not come back
+            buffer.release()
+        else:
+            self._spare.append(buffer)
         self._given.unpark_all()

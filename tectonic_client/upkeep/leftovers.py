@@ -7,7 +7,7 @@ work in the metadata and forgets it only after it is done.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from tectonic_client.blocks.stores import StoreSet
@@ -18,6 +18,7 @@ from tectonic_client.kv.port import ReadTransaction
 from tectonic_client.limits import (
     BRIEF_BATCH_ROWS,
     DEAD_BLOCK_GRACE_S,
+    DELETE_BATCH_CHUNKS,
     RECLAIM_BATCH_ROWS,
     SCAN_PAGE_ROWS,
 )
@@ -77,11 +78,10 @@ class Cleaner:
                 _log.info("store %d: removing %d chunks of a dead session", store_id, len(doomed))
                 await self._delete(store_id, doomed)
 
-    async def _delete(self, store_id: int, doomed: Iterable[ChunkKey]) -> None:
-        def delete(store: ChunkStore) -> None:
-            store.delete(doomed)
-
-        await self._stores.run(store_id, delete)
+    async def _delete(self, store_id: int, doomed: Sequence[ChunkKey]) -> None:
+        for start in range(0, len(doomed), DELETE_BATCH_CHUNKS):
+            batch = doomed[start : start + DELETE_BATCH_CHUNKS]
+            await self._stores.run(store_id, partial(_delete_from, batch))
 
     # --- orphans ------------------------------------------------------------------------------
 
@@ -173,3 +173,7 @@ class Cleaner:
         await self._kv.transact(lambda tx: blocks.forget_dead_blocks(tx, done))
         if failed:
             raise next(iter(failed.values()))
+
+
+def _delete_from(chunks: Sequence[ChunkKey], store: ChunkStore) -> None:
+    store.delete(chunks)

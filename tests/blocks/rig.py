@@ -14,6 +14,7 @@ from tectonic_client.blocks.stores import StoreSet
 from tectonic_client.blocks.writer import BlockWriter, Geometry, OpenBlock
 from tectonic_client.chunkstore.memory import MemoryStore
 from tectonic_client.chunkstore.port import ChunkKey
+from tectonic_client.concurrency import unwrapped_groups
 from tectonic_client.encoding.chunk import padded
 from tectonic_client.errors import TectonicError
 from tectonic_client.limits import KiB
@@ -71,11 +72,14 @@ class Rig:
 
     def __init__(
         self, codec: Codec = Codec.NONE, *, chunk_bytes: int = CHUNK_BYTES, stores: int = 1,
-        buffers: int = 16,
+        buffers: int = 16, store_deadline_s: float = DEADLINE_S,
     ) -> None:  # fmt: skip
         self.pool = BufferPool(buffers * chunk_bytes, chunk_bytes)
         self.watched = [WatchedStore(f"memory://store{number}") for number in range(stores)]
-        self.stores = StoreSet(dict(enumerate(self.watched)))
+        self.debris: set[int] = set()
+        self.stores = StoreSet(
+            dict(enumerate(self.watched)), deadline_s=store_deadline_s, on_debris=self.debris.add
+        )
         self.geometry = Geometry(CHUNKS_PER_BLOCK * chunk_bytes, chunk_bytes, codec, 1)
         records = [
             StoreRecord(number, StoreState.ACTIVE, 1, store.name, f"domain{number}")
@@ -99,9 +103,10 @@ class Rig:
         block = self.writer.open_block(block_id)
         size = self.geometry.chunk_bytes
         pieces = [content[start : start + size] for start in range(0, len(content), size)]
-        async with trio.open_nursery() as nursery:
-            for index in order or range(len(pieces)):
-                nursery.start_soon(self.put, block, index, pieces[index])
+        with unwrapped_groups():
+            async with trio.open_nursery() as nursery:
+                for index in order or range(len(pieces)):
+                    nursery.start_soon(self.put, block, index, pieces[index])
         return self.writer.seal(block, len(content), created_ns=7)
 
     async def read(self, record: BlockRecord, start: int, end: int, block_id: int = BLOCK) -> bytes:
