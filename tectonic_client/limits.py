@@ -248,6 +248,9 @@ METADATA_RETRY_MIN_S: Final = 0.002
 METADATA_RETRY_MAX_S: Final = 0.5
 """Longest pause: how late a client notices that the database is back."""
 
+DEAF_PAUSE_S: Final = 0.02
+"""How often the metadata is looked at where the engine can wake nobody."""
+
 HEARTBEAT_INTERVAL_S: Final = 5.0
 """How often a session shows that it lives."""
 

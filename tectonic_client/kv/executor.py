@@ -20,6 +20,7 @@ from typing import Protocol, TypeVar, runtime_checkable
 import trio
 
 from tectonic_client.errors import MetadataUnavailable, UnknownOutcome
+from tectonic_client.kv.listening import AsyncListener
 from tectonic_client.kv.port import KV, ReadTransaction, Transaction
 from tectonic_client.limits import (
     METADATA_DEADLINE_S,
@@ -85,6 +86,17 @@ class AsyncKV:
             with trio.CancelScope(shield=True):
                 await self._settle(future)
         return future.result()
+
+    def listen(self, topic: str) -> AsyncListener:
+        """Hear calls to `topic`; the first `wait` begins it."""
+        return AsyncListener(self._kv, topic)
+
+    async def call(self, topic: str) -> None:
+        """As `KV.call`. Raises MetadataUnavailable."""
+        if self._kv.reads_may_block:
+            await trio.to_thread.run_sync(self._kv.call, topic, limiter=self._write_threads)
+        else:
+            self._kv.call(topic)
 
     async def _settle(self, future: Future[T]) -> None:
         """Wait until `future` is done. Raises MetadataUnavailable, UnknownOutcome if it is not."""

@@ -7,12 +7,13 @@ one `MemoryData` behave like several clients of one database; closing one leaves
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Final, TypeVar
 
 from tectonic_client.errors import MetadataUnavailable, ReadOnly
@@ -30,6 +31,7 @@ class MemoryData:
         self.lock: Final = threading.Lock()
         self.keys: Final[list[bytes]] = []
         self.values: Final[dict[bytes, bytes]] = {}
+        self.listeners: Final[dict[str, set[MemoryListener]]] = {}
 
     def set(self, key: bytes, value: bytes | None) -> bytes | None:
         """Set or (None) remove `key`; returns what it was."""
@@ -47,6 +49,32 @@ class MemoryData:
     def range(self, start: bytes, end: bytes) -> list[bytes]:
         """Keys with start <= key < end, in order."""
         return self.keys[bisect_left(self.keys, start) : bisect_left(self.keys, end)]
+
+
+class MemoryListener:
+    """Hears calls through an eventfd."""
+
+    def __init__(self, data: MemoryData, topic: str) -> None:
+        self._data = data
+        self._topic = topic
+        self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        with data.lock:
+            data.listeners.setdefault(topic, set()).add(self)
+
+    def fileno(self) -> int:
+        return self._event
+
+    def wake(self) -> None:
+        os.eventfd_write(self._event, 1)
+
+    def drain(self) -> None:
+        with suppress(BlockingIOError):
+            os.eventfd_read(self._event)
+
+    def close(self) -> None:
+        with self._data.lock:
+            self._data.listeners[self._topic].discard(self)
+        os.close(self._event)
 
 
 class _MemoryReadTransaction:
@@ -145,6 +173,16 @@ class MemoryKV:
         except Exception as error:  # noqa: BLE001  (whatever the function raised is its outcome)
             future.set_exception(error)
         return future
+
+    def listen(self, topic: str) -> MemoryListener:
+        with self._locked() as data:
+            pass
+        return MemoryListener(data, topic)
+
+    def call(self, topic: str) -> None:
+        with self._locked() as data:
+            for listener in data.listeners.get(topic, ()):
+                listener.wake()
 
     def close(self) -> None:
         self._closed = True

@@ -55,6 +55,22 @@ class Transaction(ReadTransaction, Protocol):
         """Remove every key with start <= key < end."""
 
 
+class Listener(Protocol):
+    """Hears the calls to one topic, from any process, since it was made."""
+
+    def fileno(self) -> int:
+        """A descriptor that is readable from a call on until `drain`."""
+
+    def drain(self) -> None:
+        """Take note of the calls so far; never waits.
+
+        Raises MetadataUnavailable where it hears nothing any more: close it and listen anew.
+        """
+
+    def close(self) -> None:
+        """Release the descriptor; nobody may wait on it."""
+
+
 class KV(Protocol):
     """A metadata engine."""
 
@@ -78,6 +94,19 @@ class KV(Protocol):
 
         Raises TransactionConflict (lost against others until the deadline), MetadataUnavailable
         (nothing happened), NoSpace (nothing happened), UnknownOutcome (the commit got no answer).
+        """
+
+    def listen(self, topic: str) -> Listener:
+        """Hear calls to `topic` (a short word) from now on.
+
+        Raises MetadataUnavailable, also where the engine has no such thing: then look now and then.
+        """
+
+    def call(self, topic: str) -> None:
+        """Wake all who listen to `topic`; what was committed before is what they find.
+
+        Calls are hints: several may be heard as one, some without need, and one may get lost when a
+        process or a connection ends. Raises MetadataUnavailable.
         """
 
     def close(self) -> None:

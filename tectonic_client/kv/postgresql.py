@@ -51,6 +51,7 @@ from tectonic_client.kv.postgresql_connection import (
     find_tables,
     parse_url,
 )
+from tectonic_client.kv.postgresql_listener import PostgresListener, channel_of
 from tectonic_client.kv.watchdog import SocketWatchdog
 from tectonic_client.limits import (
     METADATA_DEADLINE_S,
@@ -226,6 +227,10 @@ class _Attempt:
 
         return self._run(_BEGIN, body)
 
+    def notify(self, channel: str) -> None:
+        """Wake the channel's listeners."""
+        self._link.connection.execute("SELECT pg_notify(%b, '')", (channel,))
+
     def _run(self, begin: LiteralString, body: Callable[[], T]) -> T:
         """BEGIN, `body`, COMMIT; leaving the pipeline waits for all answers.
 
@@ -308,6 +313,19 @@ class PostgresKV:
         if self._read_only:
             raise ReadOnly(f"{self._database.name} was opened read-only")
         return self._retry(lambda attempt: attempt.transact(fn, durable=durable))
+
+    def listen(self, topic: str) -> PostgresListener:
+        self._check_open()
+        return PostgresListener(self._database, self._watchdog, topic)
+
+    def call(self, topic: str) -> None:
+        self._check_open()
+        self._retry(lambda attempt: attempt.notify(channel_of(self._database, topic)))
+
+    def _check_open(self) -> None:
+        self._check_process()
+        if self._closed:
+            raise MetadataUnavailable(f"{self._database.name} is closed")
 
     def close(self) -> None:
         """Transactions that are running finish; their connections close behind them."""

@@ -4,13 +4,14 @@ Safe for any number of threads and for several processes of one machine. Writes 
 group commit of `sqlite_writer`; reads run in the calling thread on one of a few read connections
 and never wait for a writer.
 
-Beside `path` lie SQLite's `path-wal` and `path-shm` while it is open, and `path-lock`
-(`filelock`). The file must not be on a network file system.
+Beside `path` lie SQLite's `path-wal` and `path-shm` while it is open, `path-lock` (`filelock`) and
+`path-call-TOPIC` (`wakefile`). The file must not be on a network file system.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
@@ -23,6 +24,7 @@ from tectonic_client.kv.connections import Connections
 from tectonic_client.kv.port import ReadTransaction, Transaction
 from tectonic_client.kv.sqlite_connection import connect, create_database, read_snapshot
 from tectonic_client.kv.sqlite_writer import SqliteWriter
+from tectonic_client.kv.wakefile import WakeFile, WakeFileListener
 from tectonic_client.limits import (
     METADATA_DEADLINE_S,
     SQLITE_READ_CACHE_BYTES,
@@ -54,6 +56,9 @@ class SqliteKV:
         self._process = os.getpid()
         if create and not read_only:
             create_database(self._path)
+        self._wake_files: dict[str, WakeFile] = {}
+        self._calling = threading.Lock()
+        self._closed = False
         self._writer = None if read_only else SqliteWriter(self._path, deadline_s)
         self._readers = Connections(
             self._path,
@@ -108,8 +113,30 @@ class SqliteKV:
             raise ReadOnly(f"{self._path} was opened read-only")
         return self._writer.submit(fn, durable=durable, brief=brief)
 
+    def listen(self, topic: str) -> WakeFileListener:
+        self._check_open()
+        return WakeFileListener(self._wake_path(topic))
+
+    def call(self, topic: str) -> None:
+        self._check_open()
+        with self._calling:
+            file = self._wake_files.setdefault(topic, WakeFile(self._wake_path(topic)))
+            file.call()
+
+    def _wake_path(self, topic: str) -> str:
+        return f"{self._path}-call-{topic}"
+
+    def _check_open(self) -> None:
+        self._check_process()
+        if self._closed:
+            raise MetadataUnavailable(f"{self._path} is closed")
+
     def close(self) -> None:
         self._check_process()
+        with self._calling:
+            self._closed = True
+            while self._wake_files:
+                self._wake_files.popitem()[1].close()
         self._readers.close()
         if self._writer is not None:
             self._writer.close()

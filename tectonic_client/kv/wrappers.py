@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from tectonic_client.errors import TectonicError, UnknownOutcome
 from tectonic_client.kv.executor import SubmittingKV
-from tectonic_client.kv.port import KV, ReadTransaction, Transaction
+from tectonic_client.kv.port import KV, Listener, ReadTransaction, Transaction
 
 T = TypeVar("T")
 
@@ -39,6 +39,12 @@ class _WrappedKV:
         if afterwards is not None:
             raise afterwards
         return result
+
+    def listen(self, topic: str) -> Listener:
+        return self.inner.listen(topic)
+
+    def call(self, topic: str) -> None:
+        self.inner.call(topic)
 
     def close(self) -> None:
         self.inner.close()

@@ -6,6 +6,7 @@ that opens one more client of one database, fresh for the test.
 
 from __future__ import annotations
 
+import select
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from tectonic_client.errors import MetadataUnavailable, ReadOnly
-from tectonic_client.kv.port import KV, ReadTransaction, Transaction
+from tectonic_client.kv.port import KV, Listener, ReadTransaction, Transaction
 from tectonic_client.limits import MAX_KEY_BYTES, MAX_VALUE_BYTES
 
 Pairs = list[tuple[bytes, bytes]]
@@ -98,6 +99,17 @@ class Planned(Exception):
     """What the tests' own functions raise."""
 
 
+def _hears(listener: Listener, wait_s: float = DEADLINE_S) -> bool:
+    return bool(select.select([listener], [], [], wait_s)[0])
+
+
+def _drain_all(listener: Listener) -> None:
+    """Wait until a call has come, and take note until none follows."""
+    assert _hears(listener)
+    while _hears(listener, wait_s=0.2):
+        listener.drain()
+
+
 class KVContract:
     """The contract; see the module's docstring."""
 
@@ -107,6 +119,51 @@ class KVContract:
     @pytest.fixture
     def kv(self, open_engine: OpenEngine) -> KV:
         return open_engine()
+
+    # --- calls --------------------------------------------------------------------------------
+
+    def test_a_call_wakes_every_listener_of_its_topic(self, open_engine: OpenEngine) -> None:
+        """A call reaches all clients that listen to the topic, its own included, and no others."""
+        caller, other = open_engine(), open_engine()
+        listeners = [caller.listen("news"), other.listen("news"), other.listen("weather")]
+        caller.call("news")
+        assert [_hears(listener) for listener in listeners[:2]] == [True, True]
+        assert not _hears(listeners[2], wait_s=0.2)
+        for listener in listeners:
+            listener.close()
+
+    def test_a_listener_is_quiet_after_drain_until_the_next_call(
+        self, open_engine: OpenEngine
+    ) -> None:
+        """Several calls are taken note of at once, and the next one is heard again."""
+        kv = open_engine()
+        listener = kv.listen("news")
+        for _ in range(2):
+            for _ in range(3):
+                kv.call("news")
+            _drain_all(listener)
+        listener.close()
+
+    def test_a_call_comes_after_what_was_committed(self, open_engine: OpenEngine) -> None:
+        """Who is woken finds what the caller had committed, every time."""
+        writer, reader = open_engine(), open_engine()
+        listener = reader.listen("news")
+        for count in range(20):
+            writer.transact(increment)
+            writer.call("news")
+            assert _hears(listener)
+            listener.drain()
+            assert get(reader, b"count") == b"%d" % (count + 1)
+        listener.close()
+
+    def test_nobody_calls_or_listens_through_a_closed_client(self, open_engine: OpenEngine) -> None:
+        """A closed client refuses both with the error of a closed engine."""
+        kv = open_engine()
+        kv.close()
+        with pytest.raises(MetadataUnavailable):
+            kv.call("news")
+        with pytest.raises(MetadataUnavailable):
+            kv.listen("news")
 
     # --- one transaction ----------------------------------------------------------------------
 
