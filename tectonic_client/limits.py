@@ -165,6 +165,12 @@ BRIEF_BATCH_ROWS: Final = 16
 """The same for the first transaction, which the event loop may run itself: about 0.2 ms of work.
 Most files that are deleted need no second one."""
 
+CLONE_BATCH_ENTRIES: Final = 64
+"""Entries of a directory that are cloned per transaction, with their extents."""
+
+CLONE_ATTEMPTS: Final = 5
+"""Tries to clone a file of many extents that somebody changes meanwhile."""
+
 PARENT_TIME_LANES: Final = 16
 """Rows over which the times of one directory are spread, so that creators do not conflict."""
 

@@ -1,8 +1,6 @@
 """The directory of a run in the volume, as the protocol needs it (`port.Namespace`).
 
-A hidden directory is an inode without a name and with an orphan record of its coordinator's
-session: if that dies, any client reclaims it. Whoever adds to it or publishes it first looks that
-reclaiming has not begun (nlink 0), so it is published whole or not at all.
+An attempt's directory is a hidden one (`metadata.hidden`) of its coordinator's session.
 """
 
 from __future__ import annotations
@@ -16,17 +14,10 @@ from dataclasses import dataclass, replace
 from tectonic_client.checkpoint.names import step_name
 from tectonic_client.checkpoint.port import NewFile, SessionView
 from tectonic_client.checkpoint.transfer import WrittenFile
-from tectonic_client.errors import Exists, NotFound
 from tectonic_client.kv.port import ReadTransaction, Transaction
-from tectonic_client.metadata import files, keys
-from tectonic_client.metadata.inodes import (
-    count_subdirectory,
-    read_directory,
-    touch_directory,
-    write_inode,
-)
+from tectonic_client.metadata import files, hidden
+from tectonic_client.metadata.inodes import write_inode
 from tectonic_client.metadata.names import read_entry, write_entry
-from tectonic_client.metadata.orphans import write_orphan
 from tectonic_client.metadata.sessions import read_sessions, require_session, shows_life
 from tectonic_client.records import DirentRecord, FileType, InodeRecord
 
@@ -58,8 +49,8 @@ class RunDirectory:
 
     def create_hidden(self, tx: Transaction, inode: int) -> None:
         """Make an empty directory without a name."""
-        write_inode(tx, inode, self._new_record(stat.S_IFDIR | 0o755, 2, 0, self.inode))
-        write_orphan(tx, inode, self._session_id)
+        record = self._new_record(stat.S_IFDIR | 0o755, 2, 0, self.inode)
+        hidden.create(tx, inode, record, self._session_id)
 
     @staticmethod
     def _new_record(mode: int, nlink: int, size: int, parent: int) -> InodeRecord:
@@ -69,17 +60,10 @@ class RunDirectory:
             mtime_ns=now, ctime_ns=now, rdev=0, parent=parent,
         )  # fmt: skip
 
-    @staticmethod
-    def _hidden(tx: ReadTransaction, inode: int) -> InodeRecord:
-        record = read_directory(tx, inode)
-        if not record.nlink or tx.get(keys.orphan(inode)) is None:
-            raise NotFound("the attempt was cleaned up: its coordinator was taken for dead")
-        return record
-
     def add_file(self, tx: Transaction, directory: int, name: str, file: NewFile) -> None:
         """Publish a file as an entry of a hidden directory."""
         assert isinstance(file, PendingFile)
-        self._hidden(tx, directory)
+        hidden.require(tx, directory)
         record = self._new_record(stat.S_IFREG | 0o644, 1, file.nbytes, directory)
         write_inode(tx, file.inode, record)
         files.publish(tx, file.inode, file.written.blocks, file.written.extents)
@@ -87,26 +71,14 @@ class RunDirectory:
 
     def publish(self, tx: Transaction, inode: int, step: int) -> None:
         """Link a hidden directory under the step's name. Raises Exists, NotFound."""
-        record = self._hidden(tx, inode)
-        if not read_directory(tx, self.inode).nlink:
-            raise NotFound("the run's directory was removed during the save")
-        if self.step_directory(tx, step) is not None:
-            raise Exists(f"{step_name(step)} exists")
         now = time.time_ns()
-        write_inode(tx, inode, replace(record, parent=self.inode, mtime_ns=now, ctime_ns=now))
-        write_entry(
-            tx, self.inode, step_name(step).encode(), DirentRecord(inode, FileType.DIRECTORY)
-        )
-        tx.delete(keys.orphan(inode))
-        count_subdirectory(tx, self.inode, self._session_id, +1)
-        touch_directory(tx, self.inode, self._session_id, now)
+        record = replace(hidden.require(tx, inode), mtime_ns=now, ctime_ns=now)
+        name = step_name(step).encode()
+        hidden.publish(tx, inode, record, self.inode, name, self._session_id, now)
 
     def discard(self, tx: Transaction, inode: int) -> None:
         """Leave a hidden directory and all in it to be reclaimed by anybody."""
-        if tx.get(keys.orphan(inode)) is None:
-            return
-        write_inode(tx, inode, replace(read_directory(tx, inode), nlink=0))
-        write_orphan(tx, inode, 0)
+        hidden.discard(tx, inode)
 
     def require_session(self, tx: ReadTransaction) -> None:
         """The fence. Raises SessionLost."""

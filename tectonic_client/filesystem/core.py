@@ -17,6 +17,7 @@ import trio
 
 from tectonic_client.errors import CorruptionError, NotFound, ReadOnly, TectonicError
 from tectonic_client.filesystem import namespace
+from tectonic_client.filesystem.cloning import Cloner, CloneReport
 from tectonic_client.filesystem.files import Bytes, Files, FileServices
 from tectonic_client.filesystem.namespace import Actor, Place
 from tectonic_client.filesystem.openinode import DirectoryHandle, FileHandle, HandleTable
@@ -161,6 +162,25 @@ class FileSystem:
                 lambda tx: namespace.rename(tx, old, new, flags, actor), brief=True
             )
         )
+
+    async def clone(
+        self, source: int, parent: int, name: bytes, owner: Owner | None = None,
+        on_progress: Callable[[CloneReport], None] = lambda report: None,
+    ) -> CloneReport:  # fmt: skip
+        """Copy a file or tree in metadata only, what this client has not flushed yet included.
+
+        See `cloning` for what is copied, and `Cloner.clone` for errors.
+        """
+        self._actor()
+        await self.sync(durable=False)
+        cloner = Cloner(self._kv, self._ids, owner, on_progress)
+        try:
+            await cloner.clone(source, parent, name)
+        except BaseException:
+            if cloner.root:
+                self._on_orphan(cloner.root)
+            raise
+        return cloner.report
 
     def _orphaned(self, inode: int | None) -> None:
         """An inode lost its last name: reclaim it now, or when its last handle is closed."""

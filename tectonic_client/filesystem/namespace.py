@@ -119,6 +119,14 @@ def _living_directory(tx: ReadTransaction, inode: int) -> InodeRecord:
 # --- making -----------------------------------------------------------------------------------
 
 
+def check_new_place(tx: ReadTransaction, parent: int, name: bytes) -> None:
+    """Raise Exists, NotFound, NotDirectory, ... where no entry can be made."""
+    check_name(name)
+    _living_directory(tx, parent)
+    if read_entry(tx, parent, name) is not None:
+        raise Exists(f"{name!r} exists in directory {parent}")
+
+
 def new_inode(
     tx: Transaction, inode: int, parent: int, mode: int, owner: Owner, actor: Actor, rdev: int = 0
 ) -> InodeRecord:
@@ -286,12 +294,12 @@ def _check_rename(
     if flags & RenameFlag.EXCHANGE and target is None:
         raise NotFound(f"no entry {new.name!r} in directory {new.parent}")
     if source.file_type is FileType.DIRECTORY and old.parent != new.parent:
-        _forbid_inside(tx, new.parent, source.inode)
+        forbid_inside(tx, new.parent, source.inode)
     if target is None or target.inode == source.inode:
         return
     if flags & RenameFlag.EXCHANGE:
         if target.file_type is FileType.DIRECTORY and old.parent != new.parent:
-            _forbid_inside(tx, old.parent, target.inode)
+            forbid_inside(tx, old.parent, target.inode)
         return
     _check_replace(tx, new, source, target)
 
@@ -308,7 +316,7 @@ def _check_replace(
         raise NotDirectory(f"{new.name!r} is not a directory")
 
 
-def _forbid_inside(tx: ReadTransaction, directory: int, ancestor: int) -> None:
+def forbid_inside(tx: ReadTransaction, directory: int, ancestor: int) -> None:
     """Raise InvalidArgument when `directory` lies in `ancestor`: no directory inside itself."""
     for _ in range(MAX_PATH_DEPTH):
         if directory == ancestor:

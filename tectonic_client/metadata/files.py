@@ -77,6 +77,31 @@ def _apply(tx: Transaction, inode: int, plan: OverlayPlan) -> None:
         blocks.release(tx, block_id, inode, byte_count)
 
 
+def count_extents(tx: ReadTransaction, inode: int, limit: int) -> int:
+    """How many extents a file has; no more than `limit` are counted."""
+    return len(tx.scan(*keys.extents(inode), limit=limit))
+
+
+def copy_extents(
+    tx: Transaction, source: int, target: int, start: int, end: int, limit: int
+) -> int | None:
+    """Let `target` use what `source` has in start <= x < end, of which it must have nothing yet.
+
+    At most `limit` extents that begin there are copied; returns where to go on, None at the end.
+    """
+    rows = tx.scan(keys.extent(source, start), keys.extent(source, end), limit=limit)
+    used: dict[int, int] = {}
+    for row in rows:
+        extent = _decode(*row)
+        length = min(extent.length, end - extent.file_offset)
+        record = ExtentRecord(length, extent.block_id, extent.block_offset)
+        tx.put(keys.extent(target, extent.file_offset), record.encode())
+        used[extent.block_id] = used.get(extent.block_id, 0) + length
+    for block_id, byte_count in used.items():
+        blocks.acquire(tx, block_id, target, byte_count)
+    return keys.parse_extent(rows[-1][0]) + 1 if len(rows) == limit else None
+
+
 def drop_extents(tx: Transaction, inode: int, limit: int) -> bool:
     """Remove at most `limit` of an inode's extents; True once none is left."""
     start, end = keys.extents(inode)

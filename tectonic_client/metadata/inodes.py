@@ -125,3 +125,10 @@ def read_symlink(tx: ReadTransaction, inode: int) -> bytes:
 def write_symlink(tx: Transaction, inode: int, target: bytes) -> None:
     """Set the target of a new symbolic link."""
     tx.put(keys.symlink(inode), SymlinkRecord(target).encode())
+
+
+def copy_extras(tx: Transaction, source: int, target: int) -> None:
+    """Give a new inode the symbolic link's target and the extended attributes of another."""
+    start, new = keys.group(keys.FILE, source), keys.group(keys.FILE, target)
+    for key, value in tx.scan(start + keys.SYMLINK, start + keys.EXTENT):
+        tx.put(new + key[len(start) :], value)
