@@ -38,9 +38,12 @@ def refused(*arguments: str | Path) -> str:
     return result.stderr
 
 
-def format_volume(base: Path) -> str:
-    """A volume with small blocks, so that little data has many of them; returns its URL."""
-    url = str(base / "meta.db")
+def format_volume(base: Path, url: str | None = None) -> str:
+    """A volume with small blocks, so that little data has many of them; returns its URL.
+
+    Its store, and its metadata unless there is a `url`, lie in `base`.
+    """
+    url = url or str(base / "meta.db")
     tectonicfs(
         "format", url, "--name", "tests", "--store", base / "store",
         "--chunk-size", "64KiB", "--block-size", "256KiB",

@@ -1,115 +1,26 @@
-"""A mount under SIGKILL, a full store and damaged chunks: nothing acknowledged is lost or wrong."""
+"""A mount over a full store and damaged chunks, and its memory: nothing is lost or wrong."""
 
 from __future__ import annotations
 
 import errno
 import os
-import random
-import signal
-import subprocess
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from tests.fusefs.devices import for_root, memory_device
 from tests.fusefs.mounts import format_volume, mounted, tectonicfs
 
 pytestmark = pytest.mark.fuse
 
 
-class Acknowledged:
-    """What a writer was told is safe: content per file after the last fsync that returned."""
-
-    def __init__(self) -> None:
-        self.files: dict[str, bytes] = {}
-        self.attempted: dict[str, bytes] = {}
-        self.removed: set[str] = set()
-        self.rounds = 0
-
-
-def _write_until_the_mount_dies(root: Path, seed: int, acknowledged: Acknowledged) -> None:
-    """Create, append, overwrite, rename and remove; note each promise when it has been given."""
-    rng = random.Random(seed)
-    try:
-        while True:
-            name = f"{seed}-{rng.randrange(6)}"
-            _one_round(root, name, rng, acknowledged)
-            acknowledged.rounds += 1
-    except OSError as error:
-        if error.errno not in (errno.ENOTCONN, errno.ECONNABORTED):
-            raise
-
-
-def _one_round(root: Path, name: str, rng: random.Random, acknowledged: Acknowledged) -> None:
-    before = acknowledged.files.get(name, b"")
-    data = rng.randbytes(rng.choice([100, 5_000, 200_000]))
-    offset = rng.randrange(len(before) + 1)
-    after = before[:offset] + data + before[offset + len(data) :]
-    acknowledged.attempted[name] = after
-    descriptor = os.open(root / name, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        os.pwrite(descriptor, data, offset)
-        if rng.random() < 0.7:
-            os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    acknowledged.files[name] = after
-
-
-@pytest.mark.parametrize("seed", [1, 2, 3])
-def test_sigkill_of_the_daemon_loses_nothing_that_was_acknowledged(
-    fuse: None, tmp_path: Path, seed: int
-) -> None:
-    """After kill -9 under load each file is as its last close or fsync left it, or as the one that
-    was under way would have; nothing else is visible."""
-    url = format_volume(tmp_path)
-    writers = [Acknowledged() for _ in range(3)]
-    with mounted(url, tmp_path / "mnt") as mount:
-        threads = [
-            threading.Thread(target=_write_until_the_mount_dies, args=(mount.path, n, writer))
-            for n, writer in enumerate(writers)
-        ]
-        for thread in threads:
-            thread.start()
-        goal = random.Random(seed).randrange(20, 120)
-        while sum(writer.rounds for writer in writers) < goal:
-            assert all(thread.is_alive() for thread in threads)
-            threads[0].join(0.01)
-        signal.pidfd_send_signal(mount.lives, signal.SIGKILL)
-        for thread in threads:
-            thread.join(60)
-        mount.wait_gone()
-        tectonicfs("umount", mount.path)
-    expected = {name for writer in writers for name in writer.files}
-    attempted = {name for writer in writers for name in writer.attempted}
-    with mounted(url, tmp_path / "mnt") as mount:
-        assert expected <= set(os.listdir(mount.path)) <= attempted
-        for writer in writers:
-            for name, data in writer.files.items():
-                found = (mount.path / name).read_bytes()
-                assert found in (data, writer.attempted[name]), name
-        tectonicfs("umount", mount.path)
-
-
-@contextmanager
-def _small_device(path: Path, size: str) -> Iterator[Path]:
-    """A file system of that size, mounted at `path`."""
-    path.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "none", path], check=True)
-    try:
-        yield path
-    finally:
-        subprocess.run(["umount", path], check=True)
-
-
-@pytest.mark.skipif(os.getuid() != 0, reason="only root may mount a small device")
+@for_root
 def test_a_full_store_is_enospc_and_earlier_files_stay_whole(fuse: None, tmp_path: Path) -> None:
     """The writer gets ENOSPC by write, fsync or close; what was there stays; room helps again."""
     url = str(tmp_path / "meta.db")
-    with _small_device(tmp_path / "device", "8m") as device:
-        tectonicfs("format", url, "--name", "small", "--store", device / "store",
+    with memory_device(tmp_path / "device", "8m") as device:
+        tectonicfs("format", url, "--name", "small", "--store", device.path / "store",
                    "--chunk-size", "256KiB", "--block-size", "1MiB")  # fmt: skip
         with mounted(url, tmp_path / "mnt") as mount:
             kept = os.urandom(2_000_000)

@@ -280,7 +280,10 @@ def test_statfs_tells_the_space_of_the_store(here: Path) -> None:
 
 
 def test_fsync_of_files_and_directories(here: Path) -> None:
-    """fsync, fdatasync and fsync of a directory succeed, on clean files and read-only ones too."""
+    """fsync, fdatasync and fsync of a directory succeed, on clean files and read-only ones too.
+
+    That they keep what they promise is shown in test_sudden_death.py.
+    """
     with (here / "f").open("wb", buffering=0) as file:
         os.fsync(file.fileno())
         file.write(b"x")
