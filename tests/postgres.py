@@ -76,6 +76,13 @@ class PostgresServer:
         """Every server process ends at once; what was not in the log on disk is gone."""
         self._run("pg_ctl", "-D", self._data, "-m", "immediate", "-w", "stop")
 
+    def signal(self, number: int) -> None:
+        """Send a signal to every process of the server."""
+        leader = int((self._data / "postmaster.pid").read_text().split("\n")[0])
+        children = Path(f"/proc/{leader}/task/{leader}/children").read_text().split()
+        for pid in (leader, *map(int, children)):
+            os.kill(pid, number)
+
     def running(self) -> bool:
         return (self._data / "postmaster.pid").exists()
 
