@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import click
 
-from fusefs.options import KNOWN_OPTIONS, parse_options
+from fusefs.options import options_help, parse_options
 from fusefs.unmounting import unmount
 from tectonic_client.limits import UMOUNT_WAIT_S
 
 
-@click.command(epilog=f"Options for -o: {KNOWN_OPTIONS}")
+@click.command(epilog=f"\b\nMount options (-o):\n{options_help()}")
 @click.argument("meta_url")
 @click.argument("directory")
 @click.option("-f", "--foreground", is_flag=True, help="Stay in the foreground, log to stderr.")

@@ -21,8 +21,11 @@ from fusefs import daemon, registry
 from fusefs.allocator import keep_freed_memory
 from fusefs.checks import check
 from fusefs.errors import root_cause
+from fusefs.mounttable import FSTYPE, find_mount, mount_point
+from fusefs.notify import notify
 from fusefs.options import MountOptions
 from tectonic_client.errors import BadOption
+from tectonic_client.kv.urls import display_url
 from tectonic_client.limits import FUSE_TASK_SHARE, THREAD_SWITCH_S
 from tectonic_client.volume import VolumeOptions, open_volume
 
@@ -56,7 +59,21 @@ def mount_foreground(meta_url: str, directory: str, options: MountOptions) -> No
     """
     place = check(directory, options)
     _log_to(options.log_file, options.log_level)
-    _serve(meta_url, place, options, options.log_file, lambda: None)
+
+    def on_ready() -> None:
+        notify("READY=1")
+
+    _serve(_absolute(meta_url), place, options, options.log_file, on_ready)
+
+
+def is_mounted(meta_url: str, directory: str) -> bool:
+    """Whether a living daemon serves this volume on this directory, named by the same URL."""
+    place = mount_point(directory)
+    found = find_mount(place)
+    if found is None or found.fstype != FSTYPE:
+        return False
+    with registry.living_daemon(place, found.user_id) as living:
+        return living is not None and living.state.volume == display_url(_absolute(meta_url))
 
 
 def _absolute(meta_url: str) -> str:
@@ -72,7 +89,7 @@ def _serve(
     # The event loop holds the GIL most of the time; threads that end a transaction or a put get it
     # within this time instead of the default 5 ms (measured: 5 times the metadata rate under load).
     sys.setswitchinterval(THREAD_SWITCH_S)
-    claim = registry.claim(directory, log_file)
+    claim = registry.claim(directory, display_url(meta_url), log_file)
     try:
         trio.run(_serve_volume, meta_url, directory, options, on_ready)
     except BaseException as error:
@@ -99,6 +116,7 @@ async def _serve_volume(
                 volume.filesystem, volume.record.name, directory, options,
                 signals=signals, on_ready=on_ready,
             )  # fmt: skip
+            notify("STOPPING=1")
             _log.info("flushing")
 
 

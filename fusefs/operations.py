@@ -44,6 +44,9 @@ if TYPE_CHECKING:
 _STAT_BLOCK_BYTES: Final = 512
 """Unit of st_blocks (stat(2))."""
 
+_PERMISSIONS: Final = 0o777
+"""What umask= decides on."""
+
 _DOTS: Final = ((1, b"."), (2, b".."))
 """Cookies and names of the two entries that a file system does not list itself; the cookies of
 its own entries are greater."""
@@ -91,10 +94,11 @@ class FuseOperations(pyfuse3.Operations):  # type: ignore[misc]  # pyfuse3 publi
         entry.st_ino = attributes.inode
         entry.entry_timeout = self._options.entry_timeout_s
         entry.attr_timeout = self._options.attr_timeout_s
-        entry.st_mode = attributes.mode
+        entry.st_mode = self._mode_shown(attributes.mode)
         entry.st_nlink = attributes.nlink
-        entry.st_uid = attributes.uid
-        entry.st_gid = attributes.gid
+        uid, gid = self._options.uid, self._options.gid
+        entry.st_uid = attributes.uid if uid is None else uid
+        entry.st_gid = attributes.gid if gid is None else gid
         entry.st_rdev = attributes.rdev
         entry.st_size = attributes.size
         # Buffered I/O of libc and Python sizes its buffers by this.
@@ -104,6 +108,10 @@ class FuseOperations(pyfuse3.Operations):  # type: ignore[misc]  # pyfuse3 publi
         entry.st_mtime_ns = attributes.mtime_ns
         entry.st_ctime_ns = attributes.ctime_ns
         return entry
+
+    def _mode_shown(self, mode: int) -> int:
+        umask = self._options.umask
+        return mode if umask is None else mode & ~_PERMISSIONS | _PERMISSIONS & ~umask
 
     # --- names --------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ import stat
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Final
 
 from tectonic_client.errors import MountError
@@ -26,10 +26,14 @@ CLEAN: Final = "clean"
 
 @dataclass(frozen=True, slots=True)
 class DaemonState:
-    """What a mount's file says. `outcome`: None while it runs, CLEAN, or an error."""
+    """What a mount's file says. `outcome`: None while it runs, CLEAN, or an error.
+
+    `volume` is the metadata URL without its password.
+    """
 
     pid: int
     directory: str
+    volume: str | None = None
     log_file: str | None = None
     outcome: str | None = None
 
@@ -73,13 +77,9 @@ class Claim:
         self._write(None)
 
     def _write(self, outcome: str | None) -> None:
-        state = self._state
-        fields = {
-            "pid": state.pid, "directory": state.directory, "log_file": state.log_file,
-            "outcome": outcome,
-        }  # fmt: skip
+        state = replace(self._state, outcome=outcome)
         os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, json.dumps(fields).encode(), 0)
+        os.pwrite(self._descriptor, json.dumps(asdict(state)).encode(), 0)
 
     def finish(self, outcome: str) -> None:
         """Say how the daemon ended. The lock stays until the process is gone."""
@@ -87,7 +87,7 @@ class Claim:
         os.unlink(self._path)
 
 
-def claim(directory: str, log_file: str | None) -> Claim:
+def claim(directory: str, volume: str, log_file: str | None) -> Claim:
     """Become the daemon of `directory`. Raises MountError when another one lives."""
     path = os.path.join(_own_directory(), _file_name(directory))
     while True:
@@ -100,7 +100,7 @@ def claim(directory: str, log_file: str | None) -> Claim:
                 " it ends when its last file is closed and everything is flushed"
             )
         if _is_current(descriptor, path):
-            return Claim(descriptor, path, DaemonState(os.getpid(), directory, log_file))
+            return Claim(descriptor, path, DaemonState(os.getpid(), directory, volume, log_file))
         # Its last owner removed the file between our opening and locking it.
         os.close(descriptor)
 

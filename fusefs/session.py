@@ -128,7 +128,7 @@ def _attach(
 def _kernel_options(volume_name: str, options: MountOptions) -> set[str]:
     # What libfuse's option parser or pyfuse3's encoder would trip over is replaced.
     source = re.sub(r"[^A-Za-z0-9._:-]", "_", volume_name)
-    found = {"default_permissions", "subtype=tectonicfs", f"fsname={source}"}
+    found = {"default_permissions", "subtype=tectonicfs", f"fsname={source}", *options.kernel}
     if options.read_only:
         found.add("ro")
     if options.allow_other:

@@ -45,7 +45,6 @@ def _unavailable(name: str, error: ImportError) -> click.Command:
 @click.command(
     cls=LazyGroup,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-    epilog='Shell completion: eval "$(_TECTONICFS_COMPLETE=bash_source tectonicfs)"',
 )
 @click.version_option(package_name="tectonicfs", prog_name="tectonicfs")
 @click.option("-v", "--verbose", is_flag=True, help="Log what happens on stderr.")

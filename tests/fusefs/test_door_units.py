@@ -6,6 +6,7 @@ import errno
 import logging
 import multiprocessing
 import os
+import re
 import signal
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -19,7 +20,7 @@ from fusefs.checks import may_allow_others
 from fusefs.cli import mount
 from fusefs.errors import errno_of, root_cause
 from fusefs.mounttable import Mount, find_mount, holders, mount_point, parse_mountinfo
-from fusefs.options import MountOptions, parse_options
+from fusefs.options import KNOWN_OPTIONS, MountOptions, parse_options
 from fusefs.session import worker_tasks
 from fusefs.versions import OpenedVersions
 from tectonic_client import errors
@@ -89,9 +90,30 @@ def test_options_are_parsed_with_units_and_later_ones_win() -> None:
     )
 
 
+def test_options_for_mount8_are_passed_over_and_those_of_the_kernel_kept() -> None:
+    """What fstab lines have for others means nothing here; opposites undo each other."""
+    found = parse_options(
+        ["defaults,noauto,user=me,_netdev,nofail,x-systemd.device-timeout=5,comment=x,X-mine"]
+    )
+    assert found == MountOptions()
+    found = parse_options(["nosuid,exec,nodev,dirsync", "suid,noexec"])
+    assert found.kernel == {"suid", "noexec", "nodev", "dirsync"}
+    assert parse_options(["what=ever,ro"], sloppy=True) == MountOptions(read_only=True)
+
+
+def test_owners_are_numbers_or_names() -> None:
+    """uid= and gid= take both; umask= is octal."""
+    found = parse_options(["uid=root,gid=77,umask=027"])
+    assert (found.uid, found.gid, found.umask) == (0, 77, 0o027)
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
+        ("uid=no-such-user", "uid: there is no user 'no-such-user'"),
+        ("gid=4294967295", "gid: 4294967295 is too large"),
+        ("umask=9", "umask: '9' is not an octal number"),
+        ("umask=-1", "umask: '-1' is not an octal number"),
         ("no_such", "unknown mount option 'no_such'; known are ro, rw, allow_other"),
         ("memory_limit=lots", "memory_limit: 'lots' is not a size"),
         ("memory_limit", "memory_limit needs a value"),
@@ -108,10 +130,12 @@ def test_a_bad_option_is_named(text: str, said: str) -> None:
 
 
 def test_the_help_names_all_options() -> None:
-    """`mount --help` shows what -o takes."""
+    """`mount --help` shows each option of -o once, with its value's name and its meaning."""
     text = CliRunner().invoke(mount, ["--help"]).output
-    assert "memory_limit=..." in text
-    assert "nonempty" in text
+    for name in KNOWN_OPTIONS.replace("...", "").split(", "):
+        found = re.findall(rf"^    {name}[A-Z]*  +[A-Z`d]", text, re.MULTILINE)
+        assert len(found) == 1, name
+    assert "default 256" in text
 
 
 def test_worker_tasks_stay_inside_their_share_of_the_memory_limit() -> None:
@@ -177,7 +201,7 @@ def state_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def _hold(pipe: Connection, outcome: str | None) -> None:
-    claim = registry.claim("/mnt/x", None)
+    claim = registry.claim("/mnt/x", "v.db", None)
     pipe.send("claimed")
     pipe.recv()
     if outcome is not None:
@@ -186,7 +210,7 @@ def _hold(pipe: Connection, outcome: str | None) -> None:
 
 def test_files_of_other_users_are_not_believed(state_directory: Path) -> None:
     """A file that somebody else made in /tmp names no daemon: it could name any process."""
-    claim = registry.claim("/mnt/x", None)
+    claim = registry.claim("/mnt/x", "v.db", None)
     with registry.living_daemon("/mnt/x", os.getuid()) as daemon:
         assert daemon is not None
     with registry.living_daemon("/mnt/x", os.getuid() + 1) as daemon:
@@ -204,7 +228,7 @@ def test_waiting_for_a_daemon_tells_how_it_ended(
     process.start()
     assert ours.recv() == "claimed"
     with pytest.raises(errors.MountError, match="still runs"):
-        registry.claim("/mnt/x", None)
+        registry.claim("/mnt/x", "v.db", None)
     with registry.living_daemon("/mnt/x", os.getuid()) as daemon:
         assert daemon is not None
         assert daemon.state.pid == process.pid
@@ -225,7 +249,7 @@ def test_a_claim_takes_over_the_file_of_a_killed_daemon(state_directory: Path) -
     assert ours.recv() == "claimed"
     os.kill(int(process.pid or 0), signal.SIGKILL)
     process.join()
-    registry.claim("/mnt/x", None).finish(registry.CLEAN)
+    registry.claim("/mnt/x", "v.db", None).finish(registry.CLEAN)
     assert list(state_directory.iterdir()) == []
 
 
