@@ -9,6 +9,7 @@
     +-- PermanentError        trying again gives the same answer
         +-- FileSystemError   POSIX answers: NotFound, Exists, NotEmpty, NoSpace, ...
         +-- VolumeError       VolumeNotFound, VolumeExists, FormatTooNew, StoreMismatch, BadURL, ...
+        +-- MetadataRefused   the metadata engine does not take a request of ours
         +-- MountError        a directory cannot be mounted or unmounted as asked
         +-- SessionLost       this client was declared dead; what it had not published is gone
         +-- CheckpointError   StepExists, StepNotFound, RanksMissing, StateMismatch, ...
@@ -182,6 +183,10 @@ class BadOption(VolumeError):
 
 class UsedAfterFork(VolumeError):
     """Opened before a fork and used in the child; open it again there."""
+
+
+class MetadataRefused(PermanentError):
+    """The metadata engine refuses what it should take: not the software, or schema, we expect."""
 
 
 class MountError(PermanentError):

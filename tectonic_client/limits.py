@@ -248,6 +248,13 @@ STORE_PROBE_INTERVAL_S: Final = 5.0
 METADATA_DEADLINE_S: Final = 30.0
 """A metadata transaction that got no answer by then fails."""
 
+METADATA_LAST_TRY_SHARE: Final = 0.25
+"""An attempt that begins near the deadline still gets this part of it: one that is cut short while
+it commits has an unknown outcome."""
+
+IDLE_CONNECTION_S: Final = 60.0
+"""A database connection that nobody needed for this long is closed."""
+
 METADATA_RETRY_MIN_S: Final = 0.002
 """First pause, at most, before a transaction that lost is tried again: a few round trips."""
 

@@ -55,6 +55,7 @@ from tectonic_client.kv.postgresql_listener import PostgresListener, channel_of
 from tectonic_client.kv.watchdog import SocketWatchdog
 from tectonic_client.limits import (
     METADATA_DEADLINE_S,
+    METADATA_LAST_TRY_SHARE,
     METADATA_READ_THREADS,
     METADATA_RETRY_MAX_S,
     METADATA_RETRY_MIN_S,
@@ -272,8 +273,9 @@ class _TryAgain(Exception):
 class PostgresKV:
     """The engine on the database `url`; see `open_kv` for its form.
 
-    `deadline_s` bounds a call, in seconds: no attempt begins later, and each is itself bounded
-    by it. Errors of the constructor: BadURL, VolumeNotFound, MetadataUnavailable, ReadOnly.
+    `deadline_s` bounds a call, in seconds: no attempt begins later, and the last one gets no more
+    than METADATA_LAST_TRY_SHARE of it beyond. Errors of the constructor: BadURL, VolumeNotFound,
+    MetadataUnavailable, ReadOnly.
     """
 
     reads_may_block = True
@@ -349,21 +351,22 @@ class PostgresKV:
         pause_s = METADATA_RETRY_MIN_S
         while True:
             try:
-                return self._try_once(run)
+                return self._try_once(run, give_up_at)
             except _TryAgain as again:
                 if self._closed or time.monotonic() + pause_s >= give_up_at:
                     raise again.failure from again.__cause__
             time.sleep(random.uniform(0, pause_s))
             pause_s = min(2 * pause_s, METADATA_RETRY_MAX_S)
 
-    def _try_once(self, run: Callable[[_Attempt], T]) -> T:
+    def _try_once(self, run: Callable[[_Attempt], T], give_up_at: float) -> T:
         try:
-            link = self._links.take()
+            link = self._links.take(give_up_at - time.monotonic())
         except MetadataUnavailable as error:
             raise _TryAgain(error) from error
         attempt = _Attempt(link, self._statements)
+        least_s = METADATA_LAST_TRY_SHARE * self._deadline_s
         try:
-            with self._watchdog.limit(link.wire, self._deadline_s):
+            with self._watchdog.limit(link.wire, max(give_up_at - time.monotonic(), least_s)):
                 return run(attempt)
         except psycopg.Error as error:
             raise self._failure(error, attempt, link) from error

@@ -24,6 +24,7 @@ from psycopg.conninfo import conninfo_to_dict
 from tectonic_client.errors import (
     BadURL,
     CorruptRecord,
+    MetadataRefused,
     MetadataUnavailable,
     NoSpace,
     ReadOnly,
@@ -38,18 +39,26 @@ from tectonic_client.limits import MAX_SCHEMA_NAME_BYTES
 DEFAULT_SCHEMA: Final = "tectonicfs"
 
 _SQLSTATES: Final[dict[str, type[TectonicError]]] = {
+    "": MetadataUnavailable,  # the client's own: no connection, or it was lost
+    "08": MetadataUnavailable,  # connection exception
     "25006": ReadOnly,  # read-only transaction: a standby
+    "25P03": MetadataUnavailable,  # idle in a transaction for too long
     "28": BadURL,  # invalid authorization
     "3D": VolumeNotFound,  # no such database
     "3F": VolumeNotFound,  # no such schema
     "40": TransactionConflict,  # serialization failure, deadlock
     "42501": ReadOnly,  # insufficient privilege
     "42P01": VolumeNotFound,  # no such table
+    "53": MetadataUnavailable,  # out of memory, connections, locks
     "53100": NoSpace,  # disk full
+    "55": MetadataUnavailable,  # not in the state for it, for example a lock not available
+    "57": MetadataUnavailable,  # shutting down, starting, cancelled, timed out
+    "58": MetadataUnavailable,  # I/O error of the server
     "XX001": CorruptRecord,  # data corrupted
     "XX002": CorruptRecord,  # index corrupted
 }
-"""By SQLSTATE or its class (PostgreSQL manual, appendix A); the rest is MetadataUnavailable."""
+"""By SQLSTATE or its class (PostgreSQL manual, appendix A); the rest is MetadataRefused: it would
+be the same the next time."""
 
 _CONNECT_MESSAGES: Final[tuple[tuple[str, type[TectonicError]], ...]] = (
     (r'database ".*" does not exist', VolumeNotFound),
@@ -83,7 +92,7 @@ class Database:
     def error(self, error: psycopg.Error) -> TectonicError:
         """The error of this package for one of psycopg."""
         state = error.sqlstate or ""
-        own = _SQLSTATES.get(state) or _SQLSTATES.get(state[:2]) or MetadataUnavailable
+        own = _SQLSTATES.get(state) or _SQLSTATES.get(state[:2]) or MetadataRefused
         return own(f"{self.name}: {_one_line(error)}")
 
 
@@ -124,16 +133,17 @@ def parse_url(url: str, deadline_s: float) -> Database:
     return Database(name, conninfo, schema, deadline_s)
 
 
-def connect(database: Database, watchdog: SocketWatchdog) -> Link:
-    """A connection with this package's settings; bounded by the database's deadline.
+def connect(database: Database, watchdog: SocketWatchdog, wait_s: float | None = None) -> Link:
+    """A connection with this package's settings, within `wait_s`, by default the deadline.
 
     Raises BadURL (authentication, host), VolumeNotFound (no such database), MetadataUnavailable.
     """
-    seconds = max(2, round(database.deadline_s))  # libpq takes 1 for 2
+    wait_s = database.deadline_s if wait_s is None else wait_s
+    seconds = max(2, round(wait_s))  # libpq takes 1 for 2
     user_settings = conninfo_to_dict(database.conninfo)
     defaults: dict[str, Any] = {
         "connect_timeout": seconds,
-        "tcp_user_timeout": seconds * 1000,
+        "tcp_user_timeout": max(2000, round(database.deadline_s * 1000)),
         "fallback_application_name": "tectonicfs",
     }
     chosen = {key: value for key, value in defaults.items() if key not in user_settings}
@@ -145,7 +155,7 @@ def connect(database: Database, watchdog: SocketWatchdog) -> Link:
         link = Link(connection, socket.socket(fileno=os.dup(connection.fileno())))
         try:
             # The server's own timeouts are not set yet.
-            with watchdog.limit(link.wire, database.deadline_s):
+            with watchdog.limit(link.wire, wait_s):
                 _configure(connection, database.deadline_s)
         except BaseException:
             link.close()

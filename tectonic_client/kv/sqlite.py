@@ -14,7 +14,6 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from functools import partial
 from typing import TypeVar
 
 import apsw
@@ -62,8 +61,7 @@ class SqliteKV:
         self._writer = None if read_only else SqliteWriter(self._path, deadline_s)
         self._readers = Connections(
             self._path,
-            open_one=partial(
-                connect,
+            open_one=lambda _: connect(
                 self._path,
                 cache_bytes=SQLITE_READ_CACHE_BYTES,
                 wait_s=deadline_s,

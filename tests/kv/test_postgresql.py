@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
+import psycopg
 import pytest
 from psycopg import sql
 
 from tectonic_client.errors import (
     BadURL,
+    MetadataRefused,
     MetadataUnavailable,
     TectonicError,
     TransactionConflict,
@@ -22,7 +25,7 @@ from tectonic_client.errors import (
     VolumeNotFound,
 )
 from tectonic_client.kv.open import open_kv
-from tectonic_client.kv.port import Transaction
+from tectonic_client.kv.port import ReadTransaction, Transaction
 from tectonic_client.kv.postgresql import PostgresKV
 from tectonic_client.kv.postgresql_connection import connect, parse_url
 from tectonic_client.kv.watchdog import SocketWatchdog
@@ -180,6 +183,27 @@ def test_conflict_until_the_deadline(url: str) -> None:
     other.close()
 
 
+def test_what_would_fail_again_is_not_tried_again(
+    url: str, postgres_server: PostgresServer
+) -> None:
+    """A request that the server refuses for its form fails at once, not at the deadline."""
+    kv = PostgresKV(url, create=False, deadline_s=60)
+    schema = url.partition("schema=")[2]
+    with psycopg.connect(postgres_server.url(), autocommit=True) as connection:
+        connection.execute(f"ALTER TABLE {schema}.kv RENAME COLUMN value TO other".encode())
+    attempts = 0
+
+    def read(transaction: ReadTransaction) -> None:
+        nonlocal attempts
+        attempts += 1
+        transaction.get(b"a")
+
+    with pytest.raises(MetadataRefused, match='column "value" does not exist'):
+        kv.read(read)
+    assert attempts == 1
+    kv.close()
+
+
 def test_round_trips(through_proxy: PostgresKV, proxy: Proxy) -> None:
     """A batched read and writes cost two round trips, blind writes one, a read two."""
     put_all(through_proxy, {b"a": b"1"})
@@ -235,8 +259,9 @@ def test_connection_lost_while_committing(
 
 @pytest.mark.parametrize("committing", [False, True])
 def test_frozen_server(through_proxy: PostgresKV, proxy: Proxy, committing: bool) -> None:
-    """A server that stops answering costs a bounded time; then all works again."""
+    """A server that stops answering costs little more than one deadline; then all works again."""
     put_all(through_proxy, {b"count": b"0"})
+    started = time.monotonic()
 
     def freeze(transaction: Transaction) -> None:
         proxy.freeze()
@@ -246,6 +271,8 @@ def test_frozen_server(through_proxy: PostgresKV, proxy: Proxy, committing: bool
 
     with pytest.raises(UnknownOutcome if committing else MetadataUnavailable):
         through_proxy.transact(freeze)
+    # The deadline is 2 s, and libpq waits no less than 2 s for a connection.
+    assert time.monotonic() - started < 5
     proxy.thaw()
     through_proxy.transact(increment)
 
