@@ -37,6 +37,8 @@ ANSWERS: Final[dict[type[BaseException], Answer]] = {
     errors.FileTooLarge: Answer(errno.EFBIG),
     errors.ReadOnly: Answer(errno.EROFS),
     errors.NoSpace: Answer(errno.ENOSPC, logging.WARNING),
+    errors.QuotaExceeded: Answer(errno.EDQUOT, logging.INFO),
+    errors.CrossQuota: Answer(errno.EXDEV),
     errors.StaleHandle: Answer(errno.ESTALE),
     errors.BadHandle: Answer(errno.EBADF),
     # Nothing is wrong with the data: programs that retry may try again.

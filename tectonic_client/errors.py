@@ -142,6 +142,14 @@ class NoSpace(FileSystemError):
     """ENOSPC: a chunk store or the metadata engine is full."""
 
 
+class QuotaExceeded(FileSystemError):
+    """A directory's quota has no room left (EDQUOT)."""
+
+
+class CrossQuota(FileSystemError):
+    """A name would lead from one quota into another (EXDEV): copying is possible."""
+
+
 class StaleHandle(FileSystemError):
     """ESTALE: the inode is gone."""
 

@@ -165,6 +165,18 @@ BRIEF_BATCH_ROWS: Final = 16
 """The same for the first transaction, which the event loop may run itself: about 0.2 ms of work.
 Most files that are deleted need no second one."""
 
+QUOTA_LANES: Final = 16
+"""Rows over which what is used of a quota is spread, so that clients do not conflict."""
+
+QUOTA_REFRESH_S: Final = 1.0
+"""How long a client trusts what it knows of a quota's use while that is far from the limit."""
+
+QUOTA_NEAR_BYTES: Final = 64 * MiB
+"""With less room than this left in a quota a client looks before each write."""
+
+QUOTA_BATCH_ENTRIES: Final = 256
+"""Entries of a directory that join or leave a quota per transaction."""
+
 CLONE_BATCH_ENTRIES: Final = 64
 """Entries of a directory that are cloned per transaction, with their extents."""
 

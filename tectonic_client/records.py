@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
-from enum import IntEnum
+from enum import IntEnum, IntFlag
 from typing import ClassVar, Final, NamedTuple, Self
 
 from crc32c import crc32c
@@ -50,6 +50,13 @@ class FileType(IntEnum):
     REGULAR = 0o10
     SYMLINK = 0o12
     SOCKET = 0o14
+
+
+class InodeFlag(IntFlag):
+    """Bits of an inode's flags: what else is recorded of it, so that others need no look."""
+
+    QUOTA = 8
+    """It has a member record of a quota."""
 
 
 class StoreState(IntEnum):
@@ -220,7 +227,7 @@ class InodeRecord(Record):
     """Attributes of an inode. Times are nanoseconds since the epoch.
 
     `parent` is the directory that the inode was last linked into: for a directory its `..`, for
-    others a hint that names the file in messages. `flags` is reserved (0).
+    others a hint that names the file in messages. `flags` are those of InodeFlag.
     """
 
     KIND = 3
@@ -501,6 +508,43 @@ class OrphanRecord(Record):
     @classmethod
     def _from_body(cls, body: memoryview) -> OrphanRecord:
         return cls(*unpack_exactly(_U64, body))
+
+
+@dataclass(frozen=True, slots=True)
+class QuotaRecord(Record):
+    """How much may be below `directory`: the sum of the files' sizes, inodes; 0 is no limit."""
+
+    KIND = 18
+    _LAYOUT: ClassVar = struct.Struct("<QQQ")
+
+    directory: int
+    max_bytes: int
+    max_inodes: int
+
+    def _body(self) -> bytes:
+        return self._LAYOUT.pack(self.directory, self.max_bytes, self.max_inodes)
+
+    @classmethod
+    def _from_body(cls, body: memoryview) -> QuotaRecord:
+        return cls(*unpack_exactly(cls._LAYOUT, body))
+
+
+@dataclass(frozen=True, slots=True)
+class QuotaUsageRecord(Record):
+    """One lane of what is used of a quota; the sum over all lanes counts."""
+
+    KIND = 19
+    _LAYOUT: ClassVar = struct.Struct("<qq")
+
+    used_bytes: int
+    used_inodes: int
+
+    def _body(self) -> bytes:
+        return self._LAYOUT.pack(self.used_bytes, self.used_inodes)
+
+    @classmethod
+    def _from_body(cls, body: memoryview) -> QuotaUsageRecord:
+        return cls(*unpack_exactly(cls._LAYOUT, body))
 
 
 # Kinds 32 to 39 are the checkpoint protocol's records: tectonic_client/checkpoint/records.py.

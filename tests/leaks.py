@@ -21,9 +21,12 @@ from tectonic_client.records import (
     CounterRecord,
     DirentRecord,
     ExtentRecord,
+    InodeFlag,
     InodeRecord,
     OwnerRecord,
     ParentTimesRecord,
+    QuotaRecord,
+    QuotaUsageRecord,
     SessionRecord,
     SubdirectoriesRecord,
     SymlinkRecord,
@@ -63,6 +66,7 @@ async def find_leaks(volume: Volume) -> list[str]:
     audit.check_blocks()
     audit.check_chunks(chunks)
     audit.check_sessions()
+    audit.check_quotas()
     return audit.problems
 
 
@@ -83,6 +87,9 @@ class _Audit:
     owners: dict[tuple[int, int], int] = field(default_factory=dict)
     sessions: dict[int, SessionRecord] = field(default_factory=dict)
     leases: dict[int, int] = field(default_factory=dict)
+    quotas: dict[int, QuotaRecord] = field(default_factory=dict)
+    used: dict[int, list[int]] = field(default_factory=lambda: defaultdict(lambda: [0, 0]))
+    members: dict[int, int] = field(default_factory=dict)
 
     def read(self, key: bytes, value: bytes) -> None:
         """Sort a record in; those that may not be there at rest are problems."""
@@ -102,6 +109,12 @@ class _Audit:
             self.sessions[number] = SessionRecord.decode(value)
         elif layer == keys.LEASE:
             self.leases[number] = CounterRecord.decode(value).value
+        elif layer == keys.QUOTA and rest == keys.QUOTA_LIMITS:
+            self.quotas[number] = QuotaRecord.decode(value)
+        elif layer == keys.QUOTA:
+            usage = QuotaUsageRecord.decode(value)
+            self.used[number][0] += usage.used_bytes
+            self.used[number][1] += usage.used_inodes
         elif layer == keys.DEAD_BLOCK:
             self.problems.append(f"block {number:016x} is dead and was not deleted")
         elif layer == keys.ORPHAN:
@@ -123,6 +136,8 @@ class _Audit:
         elif part == keys.EXTENT:
             record = ExtentRecord.decode(value)
             self.extents[inode].append((keys.parse_extent(key), record))
+        elif part == keys.QUOTA_MEMBER:
+            self.members[inode] = CounterRecord.decode(value).value
         else:
             self.problems.append(f"unknown key {key!r}")
 
@@ -239,6 +254,30 @@ class _Audit:
                     f"store {store_id}, chunk {key}: {found.get(where)} bytes are there,"
                     f" {expected.get(where)} are named"
                 )
+
+    # --- quotas -------------------------------------------------------------------------------
+
+    def check_quotas(self) -> None:
+        """What is used of each quota is what its members count, and they are what lies below."""
+        counted: dict[int, list[int]] = defaultdict(lambda: [0, 0])
+        for inode, quota in self.members.items():
+            record = self.inodes.get(inode)
+            if record is None or not record.flags & InodeFlag.QUOTA:
+                self.problems.append(
+                    f"inode {inode} is a member of quota {quota} without saying so"
+                )
+            elif quota in self.quotas:
+                counted[quota][0] += record.size if stat.S_ISREG(record.mode) else 0
+                counted[quota][1] += 1
+        for quota in self.quotas.keys() | self.used.keys():
+            if quota not in self.quotas or self.used[quota] != counted[quota]:
+                self.problems.append(
+                    f"quota {quota} says {self.used[quota]} are used, {counted[quota]} are"
+                )
+        for (directory, name), entry in self.entries.items():
+            above, own = self.members.get(directory), self.members.get(entry.inode)
+            if above in self.quotas and own != above:
+                self.problems.append(f"{name!r} in directory {directory} is in quota {own}")
 
     # --- sessions -----------------------------------------------------------------------------
 

@@ -15,8 +15,8 @@ from tectonic_client.checkpoint.names import step_name
 from tectonic_client.checkpoint.port import NewFile, SessionView
 from tectonic_client.checkpoint.transfer import WrittenFile
 from tectonic_client.kv.port import ReadTransaction, Transaction
-from tectonic_client.metadata import files, hidden
-from tectonic_client.metadata.inodes import write_inode
+from tectonic_client.metadata import files, hidden, quotas
+from tectonic_client.metadata.inodes import read_directory, write_inode
 from tectonic_client.metadata.names import read_entry, write_entry
 from tectonic_client.metadata.sessions import read_sessions, require_session, shows_life
 from tectonic_client.records import DirentRecord, FileType, InodeRecord
@@ -50,6 +50,8 @@ class RunDirectory:
     def create_hidden(self, tx: Transaction, inode: int) -> None:
         """Make an empty directory without a name."""
         record = self._new_record(stat.S_IFDIR | 0o755, 2, 0, self.inode)
+        run = read_directory(tx, self.inode)
+        record = quotas.inherit(tx, self.inode, run, inode, record)
         hidden.create(tx, inode, record, self._session_id)
 
     @staticmethod
@@ -63,8 +65,9 @@ class RunDirectory:
     def add_file(self, tx: Transaction, directory: int, name: str, file: NewFile) -> None:
         """Publish a file as an entry of a hidden directory."""
         assert isinstance(file, PendingFile)
-        hidden.require(tx, directory)
+        above = hidden.require(tx, directory)
         record = self._new_record(stat.S_IFREG | 0o644, 1, file.nbytes, directory)
+        record = quotas.inherit(tx, directory, above, file.inode, record)
         write_inode(tx, file.inode, record)
         files.publish(tx, file.inode, file.written.blocks, file.written.extents)
         write_entry(tx, directory, name.encode(), DirentRecord(file.inode, FileType.REGULAR))

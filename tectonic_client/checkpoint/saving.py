@@ -59,8 +59,9 @@ class SaveReport:
 class _Upload:
     """The rank's file on its way into the stores."""
 
-    def __init__(self, volume: Volume, flat: FlatState) -> None:
+    def __init__(self, volume: Volume, directory: int, flat: FlatState) -> None:
         self._volume = volume
+        self._directory = directory
         self._flat = flat
         self.ended = trio.Event()
         self.file: PendingFile | None = None
@@ -70,6 +71,7 @@ class _Upload:
         begun = time.perf_counter()
         shapes = [Shaped(leaf.name, leaf.dtype, leaf.shape) for leaf in self._flat.leaves]
         layout, header = lay_out(shapes, {TREE_KEY: encode_tree(self._flat.tree)})
+        await self._volume.filesystem.quotas.admit_below(self._directory, layout.file_bytes)
         leaves = {leaf.name: leaf for leaf in self._flat.leaves}
         await trio.to_thread.run_sync(wait_for_devices, self._flat.leaves)
         inode = await self._volume.ids.next_id()
@@ -98,7 +100,7 @@ async def save_state(
     driver = _Driver(volume, metadata)
     try:
         check_metadata(metadata)
-        upload = _Upload(volume, flatten(state))
+        upload = _Upload(volume, directory.inode, flatten(state))
         driver.interrupt = upload.ended
         with unwrapped_groups():
             async with trio.open_nursery() as nursery:

@@ -25,12 +25,13 @@ from tectonic_client.filesystem.namespace import check_new_place, forbid_inside
 from tectonic_client.kv.executor import AsyncKV
 from tectonic_client.kv.port import ReadTransaction, Transaction
 from tectonic_client.limits import CLONE_ATTEMPTS, CLONE_BATCH_ENTRIES, RECLAIM_BATCH_ROWS
-from tectonic_client.metadata import files, hidden
+from tectonic_client.metadata import files, hidden, quotas
 from tectonic_client.metadata.ids import IdAllocator
 from tectonic_client.metadata.inodes import (
     copy_extras,
     count_subdirectory,
     read_attributes,
+    read_directory,
     read_inode,
     write_inode,
 )
@@ -118,6 +119,8 @@ class Cloner:
         if record.is_directory:
             forbid_inside(tx, parent, source)
         new = self._copy_of(tx, source, record, parent)
+        new = quotas.inherit(tx, parent, read_directory(tx, parent), self._root, new)
+        self._require_room(tx, self._root, new)
         hidden.create(tx, self._root, new, self.ids.session_id)
         copy_extras(tx, source, self._root)
         regular = new.file_type is FileType.REGULAR
@@ -217,6 +220,8 @@ class Cloner:
         """
         record = read_inode(tx, source)
         new = self._copy_of(tx, source, record, parent)
+        new = quotas.inherit(tx, parent, read_directory(tx, parent), target, new)
+        self._require_room(tx, target, new)
         write_inode(tx, target, new)
         copy_extras(tx, source, target)
         rows, complete = 0, True
@@ -227,6 +232,12 @@ class Cloner:
                 files.copy_extents(tx, source, target, 0, record.size, room + 1)
         names = 1 if record.is_directory else record.nlink
         return _Copied(source, target, new, names, complete), rows if complete else 0
+
+    @staticmethod
+    def _require_room(tx: ReadTransaction, target: int, record: InodeRecord) -> None:
+        quota = quotas.quota_of(tx, target, record)
+        if quota is not None:
+            quotas.require_room(tx, quota, quotas.usage_of(record))
 
     async def _copy_large(self, copied: _Copied) -> None:
         """Copy a file's extents in several transactions, again if it changed meanwhile."""

@@ -22,12 +22,14 @@ from tectonic_client.filesystem.files import Bytes, Files, FileServices
 from tectonic_client.filesystem.namespace import Actor, Place
 from tectonic_client.filesystem.openinode import DirectoryHandle, FileHandle, HandleTable
 from tectonic_client.filesystem.paths import path_of, resolve
+from tectonic_client.filesystem.quotagate import QuotaGate
 from tectonic_client.limits import SCAN_PAGE_ROWS
 from tectonic_client.metadata.ids import IdAllocator
 from tectonic_client.metadata.inodes import (
     attributes_of,
     read_attributes,
     read_directory,
+    read_inode,
     read_symlink,
 )
 from tectonic_client.records import InodeRecord
@@ -64,6 +66,7 @@ class FileSystem:
         self._read_only = read_only
         self._on_orphan = on_orphan
         self._orphans: set[int] = set()
+        self.quotas = QuotaGate(services.kv, self._files.unflushed)
 
     @property
     def files(self) -> Files:
@@ -206,6 +209,7 @@ class FileSystem:
         """chmod, chown, utimens and truncate; returns the attributes after it."""
         actor = self._actor()
         if changes.size is not None:
+            await self._admit_size(inode, changes.size)
             await self._files.truncate(inode, changes.size, actor.now_ns)
         state = self._files.state_of(inode)
         if changes.mtime_ns is not None and state is not None and state.dirty:
@@ -216,6 +220,12 @@ class FileSystem:
                 lambda tx: namespace.change_attributes(tx, inode, changes, actor), brief=True
             )
         )
+
+    async def _admit_size(self, inode: int, size: int) -> None:
+        record = await self._kv.read(lambda tx: read_inode(tx, inode))
+        quota = await self.quotas.quota_of(inode, record)
+        if quota is not None:
+            await self.quotas.admit(quota, size - record.size)
 
     async def statfs(self) -> FileSystemUsage:
         """Space of the stores that take new chunks."""
@@ -230,7 +240,8 @@ class FileSystem:
         """A new regular file, open. Raises Exists whether or not O_EXCL is among the flags."""
         mode = stat.S_IFREG | stat.S_IMODE(mode)
         inode, record = await self._create(parent, name, mode, owner)
-        handle = self._files.open_new(inode, record, flags)
+        quota = await self.quotas.quota_of(inode, record)
+        handle = self._files.open_new(inode, record, flags, quota)
         return attributes_of(inode, record), self._handles.add(handle)
 
     async def open(self, inode: int, flags: int) -> int:
@@ -265,8 +276,15 @@ class FileSystem:
             return f"<inode {inode}>"
 
     async def write(self, handle: int, offset: int, data: Bytes) -> int:
-        """Write all of `data`. Raises NoSpace and other store errors, maybe of earlier writes."""
-        return await self._files.write(self._handles.file(handle), offset, data)
+        """Write all of `data`.
+
+        Raises NoSpace and other store errors, maybe of earlier writes; QuotaExceeded.
+        """
+        opened = self._handles.file(handle)
+        if opened.state.quota is not None:
+            start = opened.state.size if opened.flags & os.O_APPEND else offset
+            await self.quotas.admit(opened.state.quota, start + len(data) - opened.state.size)
+        return await self._files.write(opened, offset, data)
 
     async def flush(self, handle: int) -> None:
         """As close(2): everything written survives a crash of this process."""

@@ -46,6 +46,7 @@ from tectonic_client.limits import (
     SEQUENTIAL_SLACK_BYTES,
 )
 from tectonic_client.metadata import files as file_layer
+from tectonic_client.metadata import quotas
 from tectonic_client.metadata.blocks import named_blocks
 from tectonic_client.metadata.inodes import read_inode, write_inode
 from tectonic_client.metadata.sessions import heartbeat, require_session
@@ -95,6 +96,11 @@ class Files:
         found = [state for state in self._open.values() if state.dirty]
         return sorted(found, key=lambda state: state.dirty_since or 0.0)
 
+    def unflushed(self, quota: int) -> int:
+        """Bytes by which unflushed writes let files of a quota grow."""
+        states = [state for state in self._open.values() if state.quota == quota]
+        return sum(state.size - (state.record.size if state.record else 0) for state in states)
+
     async def open(self, inode: int, flags: int) -> FileHandle:
         """A handle to a regular file, with metadata as of now (close-to-open).
 
@@ -112,9 +118,12 @@ class Files:
             raise
         return FileHandle(state, flags, state.failures)
 
-    def open_new(self, inode: int, record: InodeRecord, flags: int) -> FileHandle:
+    def open_new(
+        self, inode: int, record: InodeRecord, flags: int, quota: int | None
+    ) -> FileHandle:
         """A handle to a regular file that was just created; never waits or fails."""
         state = self._enter(inode)
+        state.quota = quota
         if state.record is None:  # else somebody has already found and opened it
             state.refresh(record, [])
         return FileHandle(state, flags, state.failures)
@@ -122,13 +131,15 @@ class Files:
     async def _reload(self, state: OpenInode) -> None:
         """Take over published changes of other clients; unflushed bytes of this one stay."""
 
-        def load(tx: ReadTransaction) -> tuple[InodeRecord, list[Extent]]:
-            return read_inode(tx, state.inode), file_layer.read_extents(tx, state.inode)
+        def load(tx: ReadTransaction) -> tuple[InodeRecord, list[Extent], int | None]:
+            record = read_inode(tx, state.inode)
+            quota = quotas.quota_of(tx, state.inode, record)
+            return record, file_layer.read_extents(tx, state.inode), quota
 
         async with state.lock:
             if state.dirty:
                 return
-            record, extents = await self._services.kv.read(load)
+            record, extents, state.quota = await self._services.kv.read(load)
             _require_regular(state.inode, record)
             state.refresh(record, extents)
 

@@ -25,7 +25,7 @@ from tectonic_client.errors import (
 )
 from tectonic_client.kv.port import ReadTransaction, Transaction
 from tectonic_client.limits import MAX_LINKS, MAX_PATH_DEPTH, MAX_SYMLINK_BYTES
-from tectonic_client.metadata import keys
+from tectonic_client.metadata import keys, quotas
 from tectonic_client.metadata.inodes import (
     attributes_of,
     count_subdirectory,
@@ -146,6 +146,7 @@ def new_inode(
         atime_ns=actor.now_ns, mtime_ns=actor.now_ns, ctime_ns=actor.now_ns, rdev=rdev,
         parent=parent,
     )  # fmt: skip
+    record = quotas.inherit(tx, parent, directory, inode, record)
     write_inode(tx, inode, record)
     return record
 
@@ -186,11 +187,12 @@ def link(tx: Transaction, inode: int, parent: int, name: bytes, actor: Actor) ->
     """One more name of a file. Raises NotPermitted for directories, Exists, TooManyLinks."""
     check_name(name)
     record = read_inode(tx, inode)
-    _living_directory(tx, parent)
+    directory = _living_directory(tx, parent)
     if read_entry(tx, parent, name) is not None:
         raise Exists(f"{name!r} exists in directory {parent}")
     if record.is_directory:
         raise NotPermitted("a directory cannot have a second name")
+    quotas.check_border(tx, inode, record, parent, directory)
     if not record.nlink:
         raise NotFound(f"inode {inode} was removed")
     if record.nlink >= MAX_LINKS:
@@ -266,12 +268,16 @@ class Place(NamedTuple):
 def rename(tx: Transaction, old: Place, new: Place, flags: RenameFlag, actor: Actor) -> int | None:
     """rename(2) with the flags of renameat2(2); returns the inode that lost its last name."""
     check_name(new.name)
-    _living_directory(tx, new.parent)
+    directory = _living_directory(tx, new.parent)
     source = _existing(tx, *old)
     target = read_entry(tx, *new)
     _check_rename(tx, old, new, source, target, flags)
     if target is not None and target.inode == source.inode:
         return None
+    if old.parent != new.parent:
+        _check_border(tx, source, new.parent, directory)
+        if flags & RenameFlag.EXCHANGE and target is not None:
+            _check_border(tx, target, old.parent, read_directory(tx, old.parent))
     if flags & RenameFlag.EXCHANGE:
         assert target is not None
         _move(tx, source, old, new, actor)
@@ -281,6 +287,12 @@ def rename(tx: Transaction, old: Place, new: Place, flags: RenameFlag, actor: Ac
     delete_entry(tx, *old)
     _move(tx, source, old, new, actor)
     return lost
+
+
+def _check_border(
+    tx: ReadTransaction, entry: DirentRecord, parent: int, directory: InodeRecord
+) -> None:
+    quotas.check_border(tx, entry.inode, read_inode(tx, entry.inode), parent, directory)
 
 
 def _check_rename(

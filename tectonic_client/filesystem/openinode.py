@@ -35,6 +35,8 @@ class OpenInode:
         self.pending = ExtentMap()
         """Extents of the log, over the published ones."""
         self.size = 0
+        self.quota: int | None = None
+        """The quota that its growth counts against."""
         self.mtime_ns: int | None = None
         """Time of the last write that is not published; None when nothing is."""
         self.dirty_since: float | None = None

@@ -11,8 +11,9 @@ from __future__ import annotations
 from tectonic_client.errors import NotDirectory, StaleHandle
 from tectonic_client.kv.port import ReadTransaction, Transaction
 from tectonic_client.limits import PARENT_TIME_LANES
-from tectonic_client.metadata import keys
+from tectonic_client.metadata import keys, quotas
 from tectonic_client.records import (
+    InodeFlag,
     InodeRecord,
     ParentTimesRecord,
     SubdirectoriesRecord,
@@ -43,7 +44,9 @@ def read_directory(tx: ReadTransaction, inode: int) -> InodeRecord:
 
 
 def write_inode(tx: Transaction, inode: int, record: InodeRecord) -> None:
-    """Set the inode's record."""
+    """Set the inode's record, and count what that changes for its quota."""
+    if record.flags & InodeFlag.QUOTA:
+        quotas.account(tx, inode, record)
     tx.put(keys.attributes(inode), record.encode())
 
 

@@ -25,6 +25,7 @@ ORPHAN: Final = b"O"
 SESSION: Final = b"S"
 LEASE: Final = b"L"
 CHECKPOINT: Final = b"K"
+QUOTA: Final = b"Q"
 
 # Parts of an inode's group.
 ATTRIBUTES: Final = b"\x00"
@@ -33,6 +34,11 @@ SUBDIRECTORIES: Final = b"\x02"
 SYMLINK: Final = b"\x03"
 XATTR: Final = b"\x04"
 EXTENT: Final = b"\x05"
+QUOTA_MEMBER: Final = b"\x06"
+
+# Parts of a quota's group.
+QUOTA_LIMITS: Final = b"\x00"
+QUOTA_USAGE: Final = b"\x01"
 
 # Parts of a block's group.
 BLOCK_RECORD: Final = b"\x00"
@@ -125,6 +131,30 @@ def extents(inode: int) -> tuple[bytes, bytes]:
 def parse_extent(key: bytes) -> int:
     """File offset of an extent's key."""
     return int(_U64.unpack_from(key, _GROUP.size + 1)[0])
+
+
+def quota_member(inode: int) -> bytes:
+    """Key of the record that says which quota an inode counts against."""
+    return group(FILE, inode) + QUOTA_MEMBER
+
+
+# --- quotas -----------------------------------------------------------------------------------
+
+
+def quota(number: int) -> bytes:
+    """Key of a quota's record."""
+    return group(QUOTA, number) + QUOTA_LIMITS
+
+
+def quota_usage(number: int, lane: int) -> bytes:
+    """Key of one lane of what is used of a quota."""
+    return group(QUOTA, number) + QUOTA_USAGE + bytes((lane,))
+
+
+def quota_usages(number: int) -> tuple[bytes, bytes]:
+    """Range of all lanes of a quota."""
+    prefix = group(QUOTA, number) + QUOTA_USAGE
+    return prefix, prefix_end(prefix)
 
 
 # --- block layer ------------------------------------------------------------------------------

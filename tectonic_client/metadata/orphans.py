@@ -11,10 +11,10 @@ from dataclasses import replace
 
 from tectonic_client.kv.port import Transaction
 from tectonic_client.limits import RECLAIM_BATCH_ROWS
-from tectonic_client.metadata import files, keys
+from tectonic_client.metadata import files, keys, quotas
 from tectonic_client.metadata.inodes import read_inode, write_inode
 from tectonic_client.metadata.names import delete_entry, list_entries
-from tectonic_client.records import OrphanRecord
+from tectonic_client.records import InodeRecord, OrphanRecord
 
 
 def write_orphan(tx: Transaction, inode: int, session_id: int) -> None:
@@ -53,7 +53,16 @@ def reclaim(
             orphans.append(entry.record.inode)
     if entries or not files.drop_extents(tx, inode, rows):
         return False, orphans
+    _forget_quota(tx, inode, record)
     prefix = keys.group(keys.FILE, inode)
     tx.delete_range(prefix, keys.prefix_end(prefix))
     tx.delete(keys.orphan(inode))
     return True, []
+
+
+def _forget_quota(tx: Transaction, inode: int, record: InodeRecord) -> None:
+    """A directory's quota goes with it."""
+    quota = quotas.quota_of(tx, inode, record)
+    limits = None if quota is None else quotas.read_quota(tx, quota)
+    if quota is not None and limits is not None and limits.directory == inode:
+        quotas.delete_quota(tx, quota)

@@ -26,6 +26,8 @@ from tectonic_client.records import (
     OrphanRecord,
     OwnerRecord,
     ParentTimesRecord,
+    QuotaRecord,
+    QuotaUsageRecord,
     Record,
     SessionRecord,
     StoreRecord,
@@ -70,6 +72,8 @@ RECORDS: dict[str, Record] = {
     "subdirectories": SubdirectoriesRecord(-2),
     "symlink": SymlinkRecord(b"../else\xffwhere"),
     "orphan": OrphanRecord(77),
+    "quota": QuotaRecord(0x1234567890, 5 * 2**40, 0),
+    "quota-usage": QuotaUsageRecord(-3 * 2**30, 1001),
 }
 
 CHUNK_HEADERS: dict[str, ChunkHeader] = {
