@@ -1,11 +1,14 @@
-"""`tectonicfs mount` and `tectonicfs umount`."""
+"""`tectonicfs mount`, `tectonicfs umount` and `tectonicfs clone`."""
 
 from __future__ import annotations
+
+from dataclasses import asdict
 
 import click
 
 from fusefs.options import options_help, parse_options
 from fusefs.unmounting import unmount
+from tectonic_client.cli.parameters import format_size, print_json
 from tectonic_client.limits import UMOUNT_WAIT_S
 
 
@@ -47,3 +50,31 @@ def umount(directory: str, *, lazy: bool, force: bool, timeout: float) -> None:
         click.echo(f"waiting for the daemon to flush ({waited_s:.0f} s)", err=True)
 
     click.echo(unmount(directory, lazy=lazy, force=force, timeout_s=timeout, on_second=show_wait))
+
+
+@click.command()
+@click.argument("source", metavar="SRC")
+@click.argument("target", metavar="DST")
+@click.option("--volume", "meta_url", help="Metadata URL; SRC and DST are paths in that volume.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def clone(source: str, target: str, *, meta_url: str | None, as_json: bool) -> None:
+    """Copy a file or tree of a volume in metadata only, as DST, which must not exist.
+
+    SRC and DST are paths below a mount, or with --volume in a volume. The copy shares the stored
+    data until either side is changed, and appears whole or not at all. What a program has written
+    and not closed yet is not part of it. Root keeps owners; others own the copy.
+
+    \b
+    Example:
+      tectonicfs clone /mnt/training/data /mnt/training/data-before-cleaning
+    """
+    from fusefs import cloning
+
+    report = cloning.clone(source, target, meta_url)
+    if as_json:
+        print_json(asdict(report))
+        return
+    click.echo(
+        f"cloned {report.files} files ({format_size(report.bytes)}), {report.directories}"
+        f" directories, {report.others} others"
+    )
