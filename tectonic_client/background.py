@@ -71,6 +71,7 @@ class BackgroundTasks:
         nursery.start_soon(self._give_memory)
         if not read_only:
             nursery.start_soon(self._beat)
+            nursery.start_soon(self._filesystem.follower.run)
             nursery.start_soon(self._flush_expired)
             nursery.start_soon(self._collect_garbage)
             nursery.start_soon(self._clean_up)
@@ -128,6 +129,7 @@ class BackgroundTasks:
             await self._attempt(self._cleaner.clean_dead_sessions)
             await self._attempt(self._cleaner.reclaim_abandoned_orphans)
             await self._attempt(self._cleaner.delete_dead_blocks)
+            await self._attempt(self._cleaner.trim_changes)
             # Jitter keeps thousands of clients from looking at the same moment.
             await trio.sleep(CLEANUP_INTERVAL_S * random.uniform(0.5, 1.5))
 

@@ -186,6 +186,13 @@ CLONE_ATTEMPTS: Final = 5
 PARENT_TIME_LANES: Final = 16
 """Rows over which the times of one directory are spread, so that creators do not conflict."""
 
+CHANGE_STRIPES: Final = 16
+"""Stripes of the change feed: as many writers of different directories rarely meet, and a follower
+looks at all of them in one round trip. Part of the format."""
+
+CHANGES_KEPT_S: Final = 600
+"""How long events of the change feed are kept: far above any pause of a client that comes back."""
+
 # --- checkpoints ------------------------------------------------------------------------------
 
 MAX_CHECKPOINT_HEADER_BYTES: Final = 100_000_000
@@ -281,6 +288,23 @@ HEARTBEAT_INTERVAL_S: Final = 5.0
 
 SESSION_EXPIRY_S: Final = 60.0
 """A session without heartbeat for this long is dead: above any plausible pause of a trainer."""
+
+COHERENCE_DEADLINE_S: Final = 5.0
+"""A change below a push directory waits this long for a client that does not answer. Longer than
+PUSH_TIMEOUT_S: what such a client's kernel trusts has run out by then."""
+
+PUSH_TIMEOUT_S: Final = 4.0
+"""How long a kernel may trust attributes and names below push directories, at most: it is told of
+changes, so this only matters where its mount cannot tell it."""
+
+FOLLOW_INTERVAL_S: Final = 0.5
+"""How often a follower looks for changes that nobody called about; far below the deadline above."""
+
+FOLLOW_RETRY_S: Final = 1.0
+"""Pause before a client tries again to follow; how long an open waits for it at most."""
+
+ACKNOWLEDGEMENT_LOOK_S: Final = 0.1
+"""How often a writer that waits looks by itself: calls may get lost, and processes die silently."""
 
 DIRTY_EXPIRY_S: Final = 5.0
 """Written data is flushed after about this long, asked for or not."""

@@ -53,8 +53,13 @@ class FileType(IntEnum):
 
 
 class InodeFlag(IntFlag):
-    """Bits of an inode's flags: what else is recorded of it, so that others need no look."""
+    """Bits of an inode's flags: what else is recorded of it, so that others need no look.
 
+    Bits 0 and 1 are taken by extended attributes.
+    """
+
+    PUSH = 4
+    """`coherence=push`: changes of the inode, and of a directory's entries, are told at once."""
     QUOTA = 8
     """It has a member record of a quota."""
 

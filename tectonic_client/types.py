@@ -18,7 +18,11 @@ class Owner(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Attributes:
-    """What stat(2) tells of an inode. Sizes in bytes, times in nanoseconds since the epoch."""
+    """What stat(2) tells of an inode. Sizes in bytes, times in nanoseconds since the epoch.
+
+    `pushes` is no part of it: changes of the inode, and of a directory's entries, are told at once
+    (`coherence=push`).
+    """
 
     inode: int
     mode: int
@@ -30,6 +34,7 @@ class Attributes:
     atime_ns: int
     mtime_ns: int
     ctime_ns: int
+    pushes: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
@@ -39,10 +39,12 @@ from tectonic_client.errors import (
     TectonicError,
     VolumeExists,
 )
+from tectonic_client.filesystem.audience import Audience
 from tectonic_client.filesystem.blocktable import BlockTable
 from tectonic_client.filesystem.chunkcache import ChunkCache
 from tectonic_client.filesystem.core import FileSystem
 from tectonic_client.filesystem.files import FileServices
+from tectonic_client.filesystem.follower import Follower
 from tectonic_client.filesystem.namespace import make_root
 from tectonic_client.filesystem.writelog import WriteServices
 from tectonic_client.kv.executor import AsyncKV
@@ -282,6 +284,7 @@ class Volume:
     writer: BlockWriter
     reader: BlockReader
     cache: ChunkCache
+    audience: Audience
     filesystem: FileSystem
     cleaner: Cleaner
     tasks: BackgroundTasks
@@ -386,19 +389,23 @@ def _assemble(
     signals = Signals()
     pool.on_pressure = signals.memory_wanted
     session_id = ids.session_id
+    audience = Audience(kv, session_id, nursery)
     services = FileServices(
         kv=kv, session_id=session_id, stores=stores,
         write=WriteServices(writer, pool, ids.next_id, nursery, backend.debris.note),
         reader=reader, cache=cache, table=BlockTable(kv), chunk_bytes=record.chunk_bytes,
-        on_blocks_freed=signals.blocks_freed,
+        on_blocks_freed=signals.blocks_freed, audience=audience,
     )  # fmt: skip
-    filesystem = FileSystem(services, ids, read_only=options.read_only, on_orphan=signals.orphaned)
+    follower = Follower(kv, session_id)
+    filesystem = FileSystem(
+        services, ids, follower, read_only=options.read_only, on_orphan=signals.orphaned
+    )
     cleaner = Cleaner(kv, stores, session_id, filesystem.files.is_open)
     tasks = BackgroundTasks(kv, session_id, filesystem, cleaner, cache, pool, signals)
     return Volume(
         url=meta_url, record=record, options=options, kv=kv, session_id=session_id, ids=ids,
         stores=stores, debris=backend.debris, pool=pool, writer=writer, reader=reader, cache=cache,
-        filesystem=filesystem, cleaner=cleaner, tasks=tasks, nursery=nursery,
+        audience=audience, filesystem=filesystem, cleaner=cleaner, tasks=tasks, nursery=nursery,
     )  # fmt: skip
 
 
@@ -482,6 +489,7 @@ async def _shut_down(volume: Volume) -> None:
     )
     try:
         with trio.CancelScope(shield=True, deadline=trio.current_time() + SHUTDOWN_DEADLINE_S):
+            await _attempt(volume, volume.filesystem.follower.stop)
             try:
                 await volume.filesystem.sync(durable=False)
                 failure = None
@@ -499,7 +507,11 @@ async def _shut_down(volume: Volume) -> None:
 async def _collect_garbage(volume: Volume) -> None:
     """What fails here is left to the next client, as after a crash."""
     for step in (volume.tasks.reclaim_orphans, volume.cleaner.delete_dead_blocks):
-        try:
-            await step()
-        except TectonicError as error:
-            _log.warning("closing volume %r: %s", volume.record.name, error)
+        await _attempt(volume, step)
+
+
+async def _attempt(volume: Volume, step: Callable[[], Awaitable[object]]) -> None:
+    try:
+        await step()
+    except TectonicError as error:
+        _log.warning("closing volume %r: %s", volume.record.name, error)

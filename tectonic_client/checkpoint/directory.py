@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from tectonic_client.checkpoint.index import RankEntry, StepIndex, parse_index
 from tectonic_client.checkpoint.layout import LENGTH_BYTES, Layout, header_length, parse_header
@@ -24,9 +25,10 @@ from tectonic_client.errors import (
 )
 from tectonic_client.filesystem.namespace import Actor, detach_tree
 from tectonic_client.filesystem.paths import resolve
-from tectonic_client.kv.port import ReadTransaction
+from tectonic_client.kv.port import ReadTransaction, Transaction
 from tectonic_client.limits import MAX_CHECKPOINT_INDEX_BYTES, SCAN_PAGE_ROWS
 from tectonic_client.metadata import keys
+from tectonic_client.metadata.changes import Changes, Positions
 from tectonic_client.metadata.names import list_entries
 from tectonic_client.records import FileType
 from tectonic_client.volume import Volume
@@ -164,20 +166,24 @@ class CheckpointDirectory:
         except UNREADABLE as error:
             return [str(error)]
 
+    def _detach(self, name: bytes, tx: Transaction) -> tuple[int, Positions]:
+        session_id = self._volume.session_id
+        actor = Actor(session_id, time.time_ns(), Changes())
+        inode = detach_tree(tx, resolve(tx, self.path), name, actor)
+        return inode, actor.changes.write(tx, session_id)
+
     async def delete(self, step: int) -> None:
         """Remove a step: at once from sight, then its data. Raises StepNotFound.
 
         Data that cannot be removed now (a store is away) is left to the cleaner.
         """
         await self.require(step)
-        actor = Actor(self._volume.session_id, time.time_ns())
-        name = step_name(step).encode()
         try:
-            inode = await self._volume.kv.transact(
-                lambda tx: detach_tree(tx, resolve(tx, self.path), name, actor), durable=True
-            )
+            detach = partial(self._detach, step_name(step).encode())
+            inode, positions = await self._volume.kv.transact(detach, durable=True)
         except NotFound:
             raise StepNotFound(f"no committed step {step} in {self.path}") from None
+        await self._volume.audience.has_seen(positions)
         try:
             await self._volume.cleaner.reclaim(inode)
             await self._volume.cleaner.delete_dead_blocks()

@@ -26,6 +26,7 @@ from tectonic_client.kv.executor import AsyncKV
 from tectonic_client.kv.port import ReadTransaction, Transaction
 from tectonic_client.limits import CLONE_ATTEMPTS, CLONE_BATCH_ENTRIES, RECLAIM_BATCH_ROWS
 from tectonic_client.metadata import files, hidden, quotas
+from tectonic_client.metadata.changes import Positions
 from tectonic_client.metadata.ids import IdAllocator
 from tectonic_client.metadata.inodes import (
     copy_extras,
@@ -84,6 +85,8 @@ class Cloner:
     owner: Owner | None
     on_progress: Callable[[CloneReport], None]
     report: CloneReport = field(default_factory=CloneReport)
+    positions: Positions = field(default_factory=dict)
+    """Where the events of the finished clone are (`metadata.changes`)."""
     _root: int = 0
     _linked: dict[int, int] = field(default_factory=dict)
     """Copies of files that have several names, by their originals."""
@@ -98,7 +101,8 @@ class Cloner:
         copied = await self.kv.transact(lambda tx: self._begin(tx, source, parent, name))
         try:
             await self._fill(copied)
-            await self.kv.transact(lambda tx: self._publish(tx, copied, parent, name), durable=True)
+            publish = partial(self._publish, copied=copied, parent=parent, name=name)
+            self.positions = await self.kv.transact(publish, durable=True)
         except BaseException:
             with trio.CancelScope(shield=True), suppress(TectonicError):
                 await self.kv.transact(lambda tx: hidden.discard(tx, self._root))
@@ -142,11 +146,11 @@ class Cloner:
             mtime_ns=mtime_ns, ctime_ns=time.time_ns(), parent=parent,
         )  # fmt: skip
 
-    def _publish(self, tx: Transaction, copied: _Copied, parent: int, name: bytes) -> None:
+    def _publish(self, tx: Transaction, copied: _Copied, parent: int, name: bytes) -> Positions:
         require_session(tx, self.ids.session_id)
         record = hidden.require(tx, self._root)
         now = time.time_ns()
-        hidden.publish(tx, self._root, record, parent, name, self.ids.session_id, now)
+        return hidden.publish(tx, self._root, record, parent, name, self.ids.session_id, now)
 
     # --- contents -----------------------------------------------------------------------------
 

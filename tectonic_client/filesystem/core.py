@@ -11,7 +11,8 @@ import logging
 import os
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from typing import TypeVar
 
 import trio
 
@@ -19,11 +20,14 @@ from tectonic_client.errors import CorruptionError, NotFound, ReadOnly, Tectonic
 from tectonic_client.filesystem import namespace
 from tectonic_client.filesystem.cloning import Cloner, CloneReport
 from tectonic_client.filesystem.files import Bytes, Files, FileServices
-from tectonic_client.filesystem.namespace import Actor, Place
+from tectonic_client.filesystem.follower import Follower
+from tectonic_client.filesystem.namespace import Actor, Found, Place
 from tectonic_client.filesystem.openinode import DirectoryHandle, FileHandle, HandleTable
 from tectonic_client.filesystem.paths import path_of, resolve
 from tectonic_client.filesystem.quotagate import QuotaGate
+from tectonic_client.kv.port import Transaction
 from tectonic_client.limits import SCAN_PAGE_ROWS
+from tectonic_client.metadata.changes import Changes, Positions
 from tectonic_client.metadata.ids import IdAllocator
 from tectonic_client.metadata.inodes import (
     attributes_of,
@@ -42,6 +46,8 @@ from tectonic_client.types import (
     RenameFlag,
 )
 
+T = TypeVar("T")
+
 _log = logging.getLogger(__name__)
 
 
@@ -52,6 +58,7 @@ class FileSystem:
         self,
         services: FileServices,
         ids: IdAllocator,
+        follower: Follower,
         *,
         read_only: bool,
         on_orphan: Callable[[int], None],
@@ -59,8 +66,12 @@ class FileSystem:
         self._kv = services.kv
         self._session_id = services.session_id
         self._chunk_bytes = services.chunk_bytes
+        self._audience = services.audience
         self._files = Files(services, self._closed)
         self._handles = HandleTable()
+        self.follower = follower
+        """What a door that caches needs: it adds its cache, and asks how long to trust."""
+        follower.caches.append(self._files)
         self._ids = ids
         self._stores = services.stores
         self._read_only = read_only
@@ -73,10 +84,40 @@ class FileSystem:
         """The open files, for the volume's background tasks."""
         return self._files
 
-    def _actor(self) -> Actor:
+    def _require_writable(self) -> None:
         if self._read_only:
             raise ReadOnly("the volume was opened read-only")
-        return Actor(self._session_id, time.time_ns())
+
+    async def _change(
+        self, change: Callable[[Transaction, Actor], T], *, held: Collection[int]
+    ) -> T:
+        """Run a change of names or attributes; return when all who follow changes have seen it.
+
+        While it is made the kernel of a mount may hold its locks on the inodes `held`.
+        """
+        result, positions = await self._commit(change)
+        await self._audience.has_seen(positions, held)
+        return result
+
+    async def _remove(
+        self, change: Callable[[Transaction, Actor], int | None], *, held: Collection[int]
+    ) -> None:
+        """As `_change`, for what may take an inode's last name away, and returns it then."""
+        inode, positions = await self._commit(change)
+        self._orphaned(inode)
+        await self._audience.has_seen(positions, held)
+
+    async def _commit(self, change: Callable[[Transaction, Actor], T]) -> tuple[T, Positions]:
+        """Run a change; returns the positions of its events, which others may not have seen."""
+        self._require_writable()
+        now_ns = time.time_ns()
+
+        def run(tx: Transaction) -> tuple[T, Positions]:
+            actor = Actor(self._session_id, now_ns, Changes())
+            result = change(tx, actor)
+            return result, actor.changes.write(tx, self._session_id)
+
+        return await self._kv.transact(run, brief=True)
 
     def _overlay(self, attributes: Attributes) -> Attributes:
         state = self._files.state_of(attributes.inode)
@@ -92,23 +133,31 @@ class FileSystem:
         """The inode behind a name. Raises NotFound, NotDirectory, StaleHandle."""
         return self._overlay(await self._kv.read(lambda tx: namespace.lookup(tx, parent, name)))
 
+    async def find(self, parent: int, name: bytes) -> Found:
+        """As `lookup`, for a caller that remembers also absence. Raises NotDirectory, ..."""
+        found = await self._kv.read(lambda tx: namespace.find(tx, parent, name))
+        if found.attributes is None:
+            return found
+        return found._replace(attributes=self._overlay(found.attributes))
+
     async def mknod(
         self, parent: int, name: bytes, mode: int, owner: Owner, rdev: int = 0
     ) -> Attributes:
         """A new inode of the type in `mode` (S_IFREG where it has none)."""
         mode = mode if stat.S_IFMT(mode) else mode | stat.S_IFREG
-        return attributes_of(*await self._create(parent, name, mode, owner, rdev))
+        inode, record, positions = await self._create(parent, name, mode, owner, rdev)
+        await self._audience.has_seen(positions, [parent])
+        return attributes_of(inode, record)
 
     async def _create(
         self, parent: int, name: bytes, mode: int, owner: Owner, rdev: int = 0
-    ) -> tuple[int, InodeRecord]:
-        actor = self._actor()
+    ) -> tuple[int, InodeRecord, Positions]:
+        self._require_writable()
         inode = await self._ids.next_id()
-        record = await self._kv.transact(
-            lambda tx: namespace.create(tx, parent, name, inode, mode, owner, actor, rdev),
-            brief=True,
+        record, positions = await self._commit(
+            lambda tx, actor: namespace.create(tx, parent, name, inode, mode, owner, actor, rdev)
         )
-        return inode, record
+        return inode, record, positions
 
     async def mkdir(self, parent: int, name: bytes, mode: int, owner: Owner) -> Attributes:
         """A new directory."""
@@ -116,11 +165,11 @@ class FileSystem:
 
     async def symlink(self, parent: int, name: bytes, target: bytes, owner: Owner) -> Attributes:
         """A new symbolic link."""
-        actor = self._actor()
+        self._require_writable()
         inode = await self._ids.next_id()
-        record = await self._kv.transact(
-            lambda tx: namespace.symlink(tx, parent, name, inode, target, owner, actor),
-            brief=True,
+        record = await self._change(
+            lambda tx, actor: namespace.symlink(tx, parent, name, inode, target, owner, actor),
+            held=[parent],
         )
         return attributes_of(inode, record)
 
@@ -130,27 +179,21 @@ class FileSystem:
 
     async def link(self, inode: int, parent: int, name: bytes) -> Attributes:
         """One more name of a file."""
-        actor = self._actor()
-        return self._overlay(
-            await self._kv.transact(
-                lambda tx: namespace.link(tx, inode, parent, name, actor), brief=True
-            )
+        attributes = await self._change(
+            lambda tx, actor: namespace.link(tx, inode, parent, name, actor), held=[parent, inode]
         )
+        return self._overlay(attributes)
 
     async def unlink(self, parent: int, name: bytes) -> None:
         """Remove a name; the file lives on while somebody has it open."""
-        actor = self._actor()
-        self._orphaned(
-            await self._kv.transact(
-                lambda tx: namespace.unlink(tx, parent, name, actor), brief=True
-            )
+        await self._remove(
+            lambda tx, actor: namespace.unlink(tx, parent, name, actor), held=[parent]
         )
 
     async def rmdir(self, parent: int, name: bytes) -> None:
         """Remove an empty directory."""
-        actor = self._actor()
-        self._orphaned(
-            await self._kv.transact(lambda tx: namespace.rmdir(tx, parent, name, actor), brief=True)
+        await self._remove(
+            lambda tx, actor: namespace.rmdir(tx, parent, name, actor), held=[parent]
         )
 
     async def rename(
@@ -158,12 +201,10 @@ class FileSystem:
         flags: RenameFlag = RenameFlag.NONE,
     ) -> None:  # fmt: skip
         """rename(2), atomic, across directories; flags as renameat2(2)."""
-        actor = self._actor()
         old, new = Place(old_parent, old_name), Place(new_parent, new_name)
-        self._orphaned(
-            await self._kv.transact(
-                lambda tx: namespace.rename(tx, old, new, flags, actor), brief=True
-            )
+        await self._remove(
+            lambda tx, actor: namespace.rename(tx, old, new, flags, actor),
+            held=[old_parent, new_parent],
         )
 
     async def clone(
@@ -174,7 +215,7 @@ class FileSystem:
 
         See `cloning` for what is copied, and `Cloner.clone` for errors.
         """
-        self._actor()
+        self._require_writable()
         await self.sync(durable=False)
         cloner = Cloner(self._kv, self._ids, owner, on_progress)
         try:
@@ -183,6 +224,7 @@ class FileSystem:
             if cloner.root:
                 self._on_orphan(cloner.root)
             raise
+        await self._audience.has_seen(cloner.positions)
         return cloner.report
 
     def _orphaned(self, inode: int | None) -> None:
@@ -207,19 +249,18 @@ class FileSystem:
 
     async def setattr(self, inode: int, changes: AttributeChanges) -> Attributes:
         """chmod, chown, utimens and truncate; returns the attributes after it."""
-        actor = self._actor()
+        self._require_writable()
         if changes.size is not None:
             await self._admit_size(inode, changes.size)
-            await self._files.truncate(inode, changes.size, actor.now_ns)
+            await self._files.truncate(inode, changes.size, time.time_ns())
         state = self._files.state_of(inode)
         if changes.mtime_ns is not None and state is not None and state.dirty:
             # The time that is set must not be overwritten by a later flush of earlier writes.
             await self._files.flush(state)
-        return self._overlay(
-            await self._kv.transact(
-                lambda tx: namespace.change_attributes(tx, inode, changes, actor), brief=True
-            )
+        attributes = await self._change(
+            lambda tx, actor: namespace.change_attributes(tx, inode, changes, actor), held=[inode]
         )
+        return self._overlay(attributes)
 
     async def _admit_size(self, inode: int, size: int) -> None:
         record = await self._kv.read(lambda tx: read_inode(tx, inode))
@@ -239,15 +280,20 @@ class FileSystem:
     ) -> tuple[Attributes, int]:
         """A new regular file, open. Raises Exists whether or not O_EXCL is among the flags."""
         mode = stat.S_IFREG | stat.S_IMODE(mode)
-        inode, record = await self._create(parent, name, mode, owner)
+        inode, record, positions = await self._create(parent, name, mode, owner)
         quota = await self.quotas.quota_of(inode, record)
         handle = self._files.open_new(inode, record, flags, quota)
+        try:
+            await self._audience.has_seen(positions, [parent])
+        except BaseException:
+            await self._files.close(handle)
+            raise
         return attributes_of(inode, record), self._handles.add(handle)
 
     async def open(self, inode: int, flags: int) -> int:
         """Handle of a regular file."""
         if flags & os.O_ACCMODE != os.O_RDONLY or flags & os.O_TRUNC:
-            self._actor()
+            self._require_writable()
         handle = await self._files.open(inode, flags)
         if flags & os.O_TRUNC:
             try:
@@ -370,6 +416,7 @@ class FileSystem:
             return
         try:
             await self._files.flush(state)
+            await self._audience.announce(state.unseen)
         except TectonicError as error:
             # Nobody waits for this flush. Bytes that it lost are told to the file's handles; where
             # the metadata engine failed they are kept, and tried again.

@@ -32,6 +32,7 @@ from tectonic_client.errors import (
     UnknownOutcome,
 )
 from tectonic_client.extents import Extent
+from tectonic_client.filesystem.audience import Audience
 from tectonic_client.filesystem.blocktable import BlockTable
 from tectonic_client.filesystem.chunkcache import ChunkCache
 from tectonic_client.filesystem.openinode import FileHandle, OpenInode
@@ -48,9 +49,11 @@ from tectonic_client.limits import (
 from tectonic_client.metadata import files as file_layer
 from tectonic_client.metadata import quotas
 from tectonic_client.metadata.blocks import named_blocks
+from tectonic_client.metadata.changerecords import Change, ChangeKind
+from tectonic_client.metadata.changes import Changes, Positions
 from tectonic_client.metadata.inodes import read_inode, write_inode
 from tectonic_client.metadata.sessions import heartbeat, require_session
-from tectonic_client.records import BlockRecord, FileType, InodeRecord
+from tectonic_client.records import BlockRecord, FileType, InodeFlag, InodeRecord
 
 Bytes = bytes | bytearray | memoryview
 
@@ -68,6 +71,7 @@ class FileServices:
     table: BlockTable
     chunk_bytes: int
     on_blocks_freed: Callable[[], None]
+    audience: Audience
 
 
 class Files:
@@ -90,6 +94,26 @@ class Files:
     def state_of(self, inode: int) -> OpenInode | None:
         """The shared state of an open inode."""
         return self._open.get(inode)
+
+    async def forget(self, found: Sequence[Change]) -> None:
+        """Other clients changed these (see `follower.Cache`)."""
+        for change in found:
+            state = self._open.get(change.inode)
+            if state is not None and change.kind is ChangeKind.INODE:
+                state.stale = True
+
+    async def forget_open_files(self) -> None:
+        """Other clients may have changed anything below push directories."""
+        for state in self._open.values():
+            state.stale = True
+
+    def following(self) -> list[int]:
+        """Open inodes whose changes by others are told (coherence=push)."""
+        return [
+            state.inode
+            for state in self._open.values()
+            if state.record is not None and state.record.flags & InodeFlag.PUSH
+        ]
 
     def dirty(self) -> list[OpenInode]:
         """Inodes with unflushed bytes, the longest dirty first."""
@@ -130,18 +154,32 @@ class Files:
 
     async def _reload(self, state: OpenInode) -> None:
         """Take over published changes of other clients; unflushed bytes of this one stay."""
+        async with state.lock:
+            await self._load(state)
 
+    async def _load(self, state: OpenInode) -> None:
         def load(tx: ReadTransaction) -> tuple[InodeRecord, list[Extent], int | None]:
             record = read_inode(tx, state.inode)
             quota = quotas.quota_of(tx, state.inode, record)
             return record, file_layer.read_extents(tx, state.inode), quota
 
-        async with state.lock:
-            if state.dirty:
-                return
+        if state.dirty and not state.stale:
+            return
+        was_stale, state.stale = state.stale, False  # a change that comes meanwhile sets it again
+        try:
             record, extents, state.quota = await self._services.kv.read(load)
-            _require_regular(state.inode, record)
-            state.refresh(record, extents)
+        except BaseException:
+            state.stale = state.stale or was_stale
+            raise
+        _require_regular(state.inode, record)
+        state.refresh(record, extents)
+
+    async def _catch_up(self, state: OpenInode) -> None:
+        """Take over what another client changed below a push directory; the lock is held."""
+        if state.stale:
+            # Of a removed file its readers keep what they have, as long as that is there.
+            with suppress(StaleHandle):
+                await self._load(state)
 
     async def close(self, handle: FileHandle, *, discard: bool = False) -> None:
         """Drop a handle; the last one flushes what is left, or discards it (a removed file).
@@ -149,6 +187,7 @@ class Files:
         Not cut short by cancellation. What cannot be flushed is lost with the error.
         """
         await self._leave(handle.state, discard=discard)
+        await self._until_seen(handle.state)
         if not discard:
             handle.raise_failure(told=True)
 
@@ -193,6 +232,7 @@ class Files:
         state = handle.state
         async with state.lock:
             handle.raise_failure(told=False)
+            await self._catch_up(state)
             if handle.flags & os.O_APPEND:
                 offset = state.size
             if offset < 0 or offset + len(data) > MAX_FILE_BYTES:
@@ -236,6 +276,15 @@ class Files:
             await self.flush(handle.state, durable=durable)
         finally:
             handle.raise_failure(told=True)
+        await self._until_seen(handle.state)
+
+    async def _until_seen(self, state: OpenInode, held: Collection[int] = ()) -> None:
+        """Return when those who follow changes have seen what was flushed (coherence=push)."""
+        positions = dict(state.unseen)
+        await self._services.audience.has_seen(positions, held)
+        for stripe, position in positions.items():
+            if state.unseen.get(stripe) == position:
+                del state.unseen[stripe]
 
     async def flush(self, state: OpenInode, *, durable: bool = False) -> None:
         """Publish everything written so far; with `durable` it survives power loss (fsync).
@@ -272,7 +321,7 @@ class Files:
             state.mtime_ns or time.time_ns(),
         )  # fmt: skip
         try:
-            record = await self._services.kv.transact(update.publish, durable=durable)
+            record, positions = await self._services.kv.transact(update.publish, durable=durable)
         except UnknownOutcome:
             state.log.doubt(blocks)
             raise
@@ -281,6 +330,7 @@ class Files:
             raise
         discard_unused = state.log.clear(published=blocks)
         state.published(record, extents)
+        state.unseen.update(positions)
         self._services.table.add(blocks)
         self._services.on_blocks_freed()
         await discard_unused()
@@ -313,14 +363,17 @@ class Files:
                 if state.dirty:
                     await self._publish(state, durable=False)
                 set_size = partial(self._set_size, inode, size, now_ns)
-                state.refresh(*await self._services.kv.transact(set_size))
+                record, extents, positions = await self._services.kv.transact(set_size)
+                state.refresh(record, extents)
+                state.unseen.update(positions)
+            await self._until_seen(state, [inode])
         finally:
             await self._leave(state)
         self._services.on_blocks_freed()
 
     def _set_size(
         self, inode: int, size: int, now_ns: int, tx: Transaction
-    ) -> tuple[InodeRecord, list[Extent]]:
+    ) -> tuple[InodeRecord, list[Extent], Positions]:
         require_session(tx, self._services.session_id)
         record = read_inode(tx, inode)
         _require_regular(inode, record)
@@ -328,7 +381,10 @@ class Files:
             file_layer.cut(tx, inode, size)
         record = replace(record, size=size, mtime_ns=now_ns, ctime_ns=now_ns)
         write_inode(tx, inode, record)
-        return record, file_layer.read_extents(tx, inode)
+        changes = Changes()
+        changes.inode(inode, record)
+        positions = changes.write(tx, self._services.session_id)
+        return record, file_layer.read_extents(tx, inode), positions
 
     # --- reading ------------------------------------------------------------------------------
 
@@ -344,6 +400,9 @@ class Files:
         state = handle.state
         sequential = self._note_position(handle, offset, size)
         while True:
+            if state.stale:
+                async with state.lock:
+                    await self._catch_up(state)
             length = min(size, state.size - offset)
             if length <= 0 or offset < 0:
                 return b""
@@ -485,22 +544,26 @@ class _Update:
     vanished: Collection[int]
     mtime_ns: int
 
-    def publish(self, tx: Transaction) -> InodeRecord:
-        """Returns the inode's new record. Raises SessionLost, StaleHandle."""
+    def publish(self, tx: Transaction) -> tuple[InodeRecord, Positions]:
+        """Returns the inode's new record, and where the events of it are.
+
+        Raises SessionLost, StaleHandle.
+        """
         require_session(tx, self.session_id)
         record = read_inode(tx, self.inode)
         done = {*self.vanished, *named_blocks(tx, list(self.in_doubt))}
         blocks = {block_id: new for block_id, new in self.blocks.items() if block_id not in done}
         extents = [extent for extent in self.extents if extent.block_id not in done]
-        if not extents:
-            return record
-        file_layer.publish(tx, self.inode, blocks, extents)
-        record = replace(
-            record, size=max(extents[-1].end, record.size), mtime_ns=self.mtime_ns,
-            ctime_ns=self.mtime_ns,
-        )  # fmt: skip
-        write_inode(tx, self.inode, record)
-        return record
+        if extents:
+            file_layer.publish(tx, self.inode, blocks, extents)
+            record = replace(
+                record, size=max(extents[-1].end, record.size), mtime_ns=self.mtime_ns,
+                ctime_ns=self.mtime_ns,
+            )  # fmt: skip
+            write_inode(tx, self.inode, record)
+        changes = Changes()
+        changes.inode(self.inode, record)
+        return record, changes.write(tx, self.session_id)
 
 
 def _require_regular(inode: int, record: InodeRecord) -> None:

@@ -26,9 +26,11 @@ from tectonic_client.errors import (
 from tectonic_client.kv.port import ReadTransaction, Transaction
 from tectonic_client.limits import MAX_LINKS, MAX_PATH_DEPTH, MAX_SYMLINK_BYTES
 from tectonic_client.metadata import keys, quotas
+from tectonic_client.metadata.changes import Changes
 from tectonic_client.metadata.inodes import (
     attributes_of,
     count_subdirectory,
+    decode_directory,
     forget_directory_times,
     read_attributes,
     read_directory,
@@ -48,7 +50,7 @@ from tectonic_client.metadata.names import (
 )
 from tectonic_client.metadata.orphans import drop_name
 from tectonic_client.metadata.sessions import require_session
-from tectonic_client.records import DirentRecord, FileType, InodeRecord
+from tectonic_client.records import DirentRecord, FileType, InodeFlag, InodeRecord
 from tectonic_client.types import (
     ROOT_INODE,
     AttributeChanges,
@@ -60,10 +62,18 @@ from tectonic_client.types import (
 
 
 class Actor(NamedTuple):
-    """Who changes the namespace, and when."""
+    """Who changes the namespace, and when; `changes` notes what must be told to others."""
 
     session_id: int
     now_ns: int
+    changes: Changes
+
+
+class Place(NamedTuple):
+    """A name in a directory."""
+
+    parent: int
+    name: bytes
 
 
 def make_root(tx: Transaction, owner: Owner, now_ns: int) -> None:
@@ -86,7 +96,24 @@ def lookup(tx: ReadTransaction, parent: int, name: bytes) -> Attributes:
     if name == b"..":
         return read_attributes(tx, read_directory(tx, parent).parent)
     check_name(name)
-    return read_attributes(tx, _existing(tx, parent, name).inode)
+    return read_attributes(tx, _existing(tx, parent, name)[1].inode)
+
+
+class Found(NamedTuple):
+    """What a name stands for, if anything, and whether its directory tells of changes (push)."""
+
+    attributes: Attributes | None
+    directory_pushes: bool
+
+
+def find(tx: ReadTransaction, parent: int, name: bytes) -> Found:
+    """As `lookup`, for a caller that remembers also absence. Raises NotDirectory, StaleHandle."""
+    if name in (b".", b".."):
+        return Found(lookup(tx, parent, name), False)
+    check_name(name)
+    directory, entry = _look(tx, parent, name)
+    attributes = None if entry is None else read_attributes(tx, entry.inode)
+    return Found(attributes, bool(directory.flags & InodeFlag.PUSH))
 
 
 def list_directory(
@@ -129,11 +156,11 @@ def check_new_place(tx: ReadTransaction, parent: int, name: bytes) -> None:
 
 def new_inode(
     tx: Transaction, inode: int, parent: int, mode: int, owner: Owner, actor: Actor, rdev: int = 0
-) -> InodeRecord:
-    """Write the record of a new inode that is about to be linked into `parent`.
+) -> tuple[InodeRecord, InodeRecord]:
+    """Write the record of a new inode that is about to be linked into `parent`; returns both.
 
-    In a directory with the setgid bit the group is the directory's, and a new directory inherits
-    the bit (inode(7)).
+    It inherits the directory's coherence. In a directory with the setgid bit the group is the
+    directory's, and a new directory inherits the bit (inode(7)).
     """
     directory = _living_directory(tx, parent)
     gid = owner.gid
@@ -144,11 +171,11 @@ def new_inode(
     record = InodeRecord(
         mode=mode, uid=owner.uid, gid=gid, nlink=2 if stat.S_ISDIR(mode) else 1, size=0,
         atime_ns=actor.now_ns, mtime_ns=actor.now_ns, ctime_ns=actor.now_ns, rdev=rdev,
-        parent=parent,
+        parent=parent, flags=directory.flags & InodeFlag.PUSH,
     )  # fmt: skip
     record = quotas.inherit(tx, parent, directory, inode, record)
     write_inode(tx, inode, record)
-    return record
+    return record, directory
 
 
 def create(
@@ -160,11 +187,11 @@ def create(
     require_session(tx, actor.session_id)
     if read_entry(tx, parent, name) is not None:
         raise Exists(f"{name!r} exists in directory {parent}")
-    record = new_inode(tx, inode, parent, mode, owner, actor, rdev)
+    record, directory = new_inode(tx, inode, parent, mode, owner, actor, rdev)
     write_entry(tx, parent, name, DirentRecord(inode, record.file_type))
     if record.is_directory:
         count_subdirectory(tx, parent, actor.session_id, +1)
-    touch_directory(tx, parent, actor.session_id, actor.now_ns)
+    _note_entry(tx, Place(parent, name), directory, actor)
     return record
 
 
@@ -200,7 +227,8 @@ def link(tx: Transaction, inode: int, parent: int, name: bytes, actor: Actor) ->
     record = replace(record, nlink=record.nlink + 1, ctime_ns=actor.now_ns)
     write_inode(tx, inode, record)
     write_entry(tx, parent, name, DirentRecord(inode, record.file_type))
-    touch_directory(tx, parent, actor.session_id, actor.now_ns)
+    actor.changes.inode(inode, record)
+    _note_entry(tx, Place(parent, name), directory, actor)
     return attributes_of(inode, record)
 
 
@@ -209,31 +237,50 @@ def link(tx: Transaction, inode: int, parent: int, name: bytes, actor: Actor) ->
 
 def unlink(tx: Transaction, parent: int, name: bytes, actor: Actor) -> int | None:
     """Remove a name; returns the inode if that was its last one (an orphan from now on)."""
-    entry = _existing(tx, parent, name)
+    directory, entry = _existing(tx, parent, name)
     if entry.file_type is FileType.DIRECTORY:
         raise IsDirectory(f"{name!r} is a directory")
     delete_entry(tx, parent, name)
-    touch_directory(tx, parent, actor.session_id, actor.now_ns)
-    return entry.inode if drop_name(tx, entry.inode, *actor) else None
+    _note_entry(tx, Place(parent, name), directory, actor)
+    return _drop_name(tx, entry.inode, actor)
 
 
 def rmdir(tx: Transaction, parent: int, name: bytes, actor: Actor) -> int:
     """Remove an empty directory; returns its inode, an orphan from now on."""
-    entry = _existing(tx, parent, name)
+    directory, entry = _existing(tx, parent, name)
     if entry.file_type is not FileType.DIRECTORY:
         raise NotDirectory(f"{name!r} is not a directory")
     if not is_empty(tx, entry.inode):
         raise NotEmpty(f"directory {name!r} is not empty")
-    _remove_directory(tx, parent, name, entry.inode, actor)
+    _remove_directory(tx, Place(parent, name), directory, entry.inode, actor)
     return entry.inode
 
 
-def _existing(tx: ReadTransaction, parent: int, name: bytes) -> DirentRecord:
-    entry = read_entry(tx, parent, name)
+def _look(tx: ReadTransaction, parent: int, name: bytes) -> tuple[InodeRecord, DirentRecord | None]:
+    """A directory and its entry, if that is there, in one round trip."""
+    row, entry = tx.get_many([keys.attributes(parent), keys.entry(parent, name)])
+    directory = decode_directory(parent, row)
+    return directory, None if entry is None else DirentRecord.decode(entry)
+
+
+def _existing(tx: ReadTransaction, parent: int, name: bytes) -> tuple[InodeRecord, DirentRecord]:
+    directory, entry = _look(tx, parent, name)
     if entry is None:
-        read_directory(tx, parent)
         raise NotFound(f"no entry {name!r} in directory {parent}")
-    return entry
+    return directory, entry
+
+
+def _note_entry(tx: Transaction, place: Place, directory: InodeRecord, actor: Actor) -> None:
+    """An entry was made, removed or given to another inode."""
+    touch_directory(tx, place.parent, actor.session_id, actor.now_ns)
+    actor.changes.entry(place.parent, directory, place.name)
+
+
+def _drop_name(tx: Transaction, inode: int, actor: Actor) -> int | None:
+    """The inode lost a name; returns it if that was its last one."""
+    record = drop_name(tx, inode, actor.session_id, actor.now_ns)
+    actor.changes.inode(inode, record)
+    return None if record.nlink else inode
 
 
 def detach_tree(tx: Transaction, parent: int, name: bytes, actor: Actor) -> int:
@@ -241,51 +288,48 @@ def detach_tree(tx: Transaction, parent: int, name: bytes, actor: Actor) -> int:
 
     Returns its inode, an orphan from now on; what was in it is reclaimed with it.
     """
-    entry = _existing(tx, parent, name)
+    directory, entry = _existing(tx, parent, name)
     if entry.file_type is not FileType.DIRECTORY:
         raise NotDirectory(f"{name!r} is not a directory")
-    _remove_directory(tx, parent, name, entry.inode, actor)
+    _remove_directory(tx, Place(parent, name), directory, entry.inode, actor)
     return entry.inode
 
 
-def _remove_directory(tx: Transaction, parent: int, name: bytes, inode: int, actor: Actor) -> None:
-    delete_entry(tx, parent, name)
-    count_subdirectory(tx, parent, actor.session_id, -1)
-    touch_directory(tx, parent, actor.session_id, actor.now_ns)
-    drop_name(tx, inode, *actor)
+def _remove_directory(
+    tx: Transaction, place: Place, directory: InodeRecord, inode: int, actor: Actor
+) -> None:
+    delete_entry(tx, *place)
+    count_subdirectory(tx, place.parent, actor.session_id, -1)
+    _note_entry(tx, place, directory, actor)
+    _drop_name(tx, inode, actor)
 
 
 # --- renaming ---------------------------------------------------------------------------------
 
 
-class Place(NamedTuple):
-    """A name in a directory."""
-
-    parent: int
-    name: bytes
-
-
 def rename(tx: Transaction, old: Place, new: Place, flags: RenameFlag, actor: Actor) -> int | None:
     """rename(2) with the flags of renameat2(2); returns the inode that lost its last name."""
     check_name(new.name)
-    directory = _living_directory(tx, new.parent)
-    source = _existing(tx, *old)
+    new_directory = _living_directory(tx, new.parent)
+    old_directory, source = _existing(tx, *old)
     target = read_entry(tx, *new)
     _check_rename(tx, old, new, source, target, flags)
     if target is not None and target.inode == source.inode:
         return None
     if old.parent != new.parent:
-        _check_border(tx, source, new.parent, directory)
+        _check_border(tx, source, new.parent, new_directory)
         if flags & RenameFlag.EXCHANGE and target is not None:
-            _check_border(tx, target, old.parent, read_directory(tx, old.parent))
+            _check_border(tx, target, old.parent, old_directory)
+    lost = None
     if flags & RenameFlag.EXCHANGE:
         assert target is not None
-        _move(tx, source, old, new, actor)
         _move(tx, target, new, old, actor)
-        return None
-    lost = None if target is None else _replace(tx, new, target, actor)
-    delete_entry(tx, *old)
+    else:
+        lost = None if target is None else _replace(tx, new, target, actor)
+        delete_entry(tx, *old)
     _move(tx, source, old, new, actor)
+    _note_entry(tx, old, old_directory, actor)
+    _note_entry(tx, new, new_directory, actor)
     return lost
 
 
@@ -342,19 +386,18 @@ def forbid_inside(tx: ReadTransaction, directory: int, ancestor: int) -> None:
 def _replace(tx: Transaction, place: Place, target: DirentRecord, actor: Actor) -> int | None:
     if target.file_type is FileType.DIRECTORY:
         count_subdirectory(tx, place.parent, actor.session_id, -1)
-    return target.inode if drop_name(tx, target.inode, *actor) else None
+    return _drop_name(tx, target.inode, actor)
 
 
 def _move(tx: Transaction, entry: DirentRecord, old: Place, new: Place, actor: Actor) -> None:
     """Write the entry at its new place; the old one is the caller's to remove or overwrite."""
     write_entry(tx, new.parent, new.name, entry)
-    record = read_inode(tx, entry.inode)
-    write_inode(tx, entry.inode, replace(record, parent=new.parent, ctime_ns=actor.now_ns))
+    record = replace(read_inode(tx, entry.inode), parent=new.parent, ctime_ns=actor.now_ns)
+    write_inode(tx, entry.inode, record)
+    actor.changes.inode(entry.inode, record)
     if entry.file_type is FileType.DIRECTORY and old.parent != new.parent:
         count_subdirectory(tx, old.parent, actor.session_id, -1)
         count_subdirectory(tx, new.parent, actor.session_id, +1)
-    touch_directory(tx, old.parent, actor.session_id, actor.now_ns)
-    touch_directory(tx, new.parent, actor.session_id, actor.now_ns)
 
 
 # --- attributes -------------------------------------------------------------------------------
@@ -378,4 +421,5 @@ def change_attributes(
         ctime_ns=actor.now_ns,
     )
     write_inode(tx, inode, record)
+    actor.changes.inode(inode, record)
     return read_attributes(tx, inode)

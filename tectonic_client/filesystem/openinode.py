@@ -40,20 +40,23 @@ class OpenInode:
         self.mtime_ns: int | None = None
         """Time of the last write that is not published; None when nothing is."""
         self.dirty_since: float | None = None
+        self.stale = False
+        """Another client changed the file since `record` and `extents` were read."""
+        self.unseen: dict[int, int] = {}
+        """Positions of events of this client's flushes that others may not have seen."""
         self.failure: TectonicError | None = None
         """Why unflushed bytes were lost the last time."""
         self.failures = 0
         """How often that happened; each handle tells of it (see `FileHandle.raise_failure`)."""
 
     def refresh(self, record: InodeRecord, extents: list[Extent]) -> None:
-        """Take over what the metadata says (no unflushed bytes may be pending)."""
-        assert self.mtime_ns is None
+        """Take over what the metadata says; unflushed bytes lie over it."""
         before, self.extents = self.extents, ExtentMap()
         for extent in extents:
             self.extents.insert(extent)
         self.version += list(before) != list(self.extents)
         self.record = record
-        self.size = record.size
+        self.size = max([record.size, *(extent.end for extent in list(self.pending)[-1:])])
 
     def published(self, record: InodeRecord, extents: list[Extent]) -> None:
         """These pending extents are published now, and nothing is pending any more."""

@@ -13,6 +13,7 @@ from dataclasses import replace
 from tectonic_client.errors import Exists, NotFound
 from tectonic_client.kv.port import ReadTransaction, Transaction
 from tectonic_client.metadata import keys
+from tectonic_client.metadata.changes import Changes, Positions
 from tectonic_client.metadata.inodes import (
     count_subdirectory,
     read_directory,
@@ -42,13 +43,14 @@ def require(tx: ReadTransaction, inode: int) -> InodeRecord:
 def publish(
     tx: Transaction, inode: int, record: InodeRecord, parent: int, name: bytes, session_id: int,
     now_ns: int,
-) -> None:  # fmt: skip
-    """Give a hidden inode its name, and `record` as its attributes.
+) -> Positions:  # fmt: skip
+    """Give a hidden inode its name, and `record` as its attributes; returns where the events are.
 
     Raises Exists, and NotFound where the inode or the directory was removed.
     """
     require(tx, inode)
-    if not read_directory(tx, parent).nlink:
+    directory = read_directory(tx, parent)
+    if not directory.nlink:
         raise NotFound(f"directory {parent} was removed")
     if read_entry(tx, parent, name) is not None:
         raise Exists(f"{name!r} exists in directory {parent}")
@@ -58,6 +60,9 @@ def publish(
     if record.is_directory:
         count_subdirectory(tx, parent, session_id, +1)
     touch_directory(tx, parent, session_id, now_ns)
+    changes = Changes()
+    changes.entry(parent, directory, name)
+    return changes.write(tx, session_id)
 
 
 def discard(tx: Transaction, inode: int) -> None:

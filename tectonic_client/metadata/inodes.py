@@ -29,7 +29,10 @@ def lane_of(session_id: int) -> int:
 
 def read_inode(tx: ReadTransaction, inode: int) -> InodeRecord:
     """The inode's record. Raises StaleHandle when there is none (any more)."""
-    data = tx.get(keys.attributes(inode))
+    return _decode(inode, tx.get(keys.attributes(inode)))
+
+
+def _decode(inode: int, data: bytes | None) -> InodeRecord:
     if data is None:
         raise StaleHandle(f"inode {inode} does not exist any more")
     return InodeRecord.decode(data)
@@ -37,7 +40,12 @@ def read_inode(tx: ReadTransaction, inode: int) -> InodeRecord:
 
 def read_directory(tx: ReadTransaction, inode: int) -> InodeRecord:
     """As read_inode; raises NotDirectory for anything else."""
-    record = read_inode(tx, inode)
+    return decode_directory(inode, tx.get(keys.attributes(inode)))
+
+
+def decode_directory(inode: int, data: bytes | None) -> InodeRecord:
+    """The record that was read under the inode's key. Raises StaleHandle, NotDirectory."""
+    record = _decode(inode, data)
     if not record.is_directory:
         raise NotDirectory(f"inode {inode} is not a directory")
     return record
@@ -63,6 +71,7 @@ def attributes_of(inode: int, record: InodeRecord) -> Attributes:
         atime_ns=record.atime_ns,
         mtime_ns=record.mtime_ns,
         ctime_ns=record.ctime_ns,
+        pushes=bool(record.flags & InodeFlag.PUSH),
     )
 
 
@@ -94,6 +103,7 @@ def _directory_attributes(tx: ReadTransaction, inode: int, record: InodeRecord) 
         atime_ns=record.atime_ns,
         mtime_ns=max(record.mtime_ns, changed_ns),
         ctime_ns=max(record.ctime_ns, changed_ns),
+        pushes=bool(record.flags & InodeFlag.PUSH),
     )
 
 

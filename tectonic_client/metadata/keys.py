@@ -26,6 +26,8 @@ SESSION: Final = b"S"
 LEASE: Final = b"L"
 CHECKPOINT: Final = b"K"
 QUOTA: Final = b"Q"
+CHANGE: Final = b"C"
+FOLLOWER: Final = b"W"
 
 # Parts of an inode's group.
 ATTRIBUTES: Final = b"\x00"
@@ -43,6 +45,10 @@ QUOTA_USAGE: Final = b"\x01"
 # Parts of a block's group.
 BLOCK_RECORD: Final = b"\x00"
 BLOCK_OWNER: Final = b"\x01"
+
+# Parts of a stripe of the change feed.
+CHANGE_HEAD: Final = b"\x00"
+CHANGE_EVENT: Final = b"\x01"
 
 VOLUME: Final = GLOBAL + b"volume"
 STORES: Final = GLOBAL + b"store/"
@@ -202,3 +208,32 @@ def session(session_id: int) -> bytes:
 def lease(number: int) -> bytes:
     """Key of the record that says which session holds a lease."""
     return group(LEASE, number)
+
+
+# --- change feed ------------------------------------------------------------------------------
+
+
+def change_head(stripe: int) -> bytes:
+    """Key of a stripe's head."""
+    return group(CHANGE, stripe) + CHANGE_HEAD
+
+
+def change(stripe: int, position: int) -> bytes:
+    """Key of an event."""
+    return group(CHANGE, stripe) + CHANGE_EVENT + _U64.pack(position)
+
+
+def changes(stripe: int) -> tuple[bytes, bytes]:
+    """Range of all events of a stripe."""
+    prefix = group(CHANGE, stripe) + CHANGE_EVENT
+    return prefix, prefix_end(prefix)
+
+
+def parse_change(key: bytes) -> int:
+    """Position of an event's key."""
+    return int(_U64.unpack_from(key, _GROUP.size + 1)[0])
+
+
+def follower(session_id: int) -> bytes:
+    """Key of the record of a session that follows the feed."""
+    return group(FOLLOWER, session_id)

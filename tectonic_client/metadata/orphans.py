@@ -22,14 +22,15 @@ def write_orphan(tx: Transaction, inode: int, session_id: int) -> None:
     tx.put(keys.orphan(inode), OrphanRecord(session_id).encode())
 
 
-def drop_name(tx: Transaction, inode: int, session_id: int, now_ns: int) -> bool:
-    """The inode lost a name (a directory its only one); True if it is an orphan now."""
+def drop_name(tx: Transaction, inode: int, session_id: int, now_ns: int) -> InodeRecord:
+    """The inode lost a name (a directory its only one); without links it is an orphan now."""
     record = read_inode(tx, inode)
     nlink = 0 if record.is_directory else record.nlink - 1
-    write_inode(tx, inode, replace(record, nlink=nlink, ctime_ns=now_ns))
+    record = replace(record, nlink=nlink, ctime_ns=now_ns)
+    write_inode(tx, inode, record)
     if nlink == 0:
         write_orphan(tx, inode, session_id)
-    return nlink == 0
+    return record
 
 
 def reclaim(
@@ -49,7 +50,7 @@ def reclaim(
     orphans = []
     for entry in entries:
         delete_entry(tx, inode, entry.name)
-        if drop_name(tx, entry.record.inode, session_id, tx.now_ns()):
+        if not drop_name(tx, entry.record.inode, session_id, tx.now_ns()).nlink:
             orphans.append(entry.record.inode)
     if entries or not files.drop_extents(tx, inode, rows):
         return False, orphans

@@ -185,6 +185,7 @@ def end_dead_session(tx: Transaction, session_id: int) -> SessionRecord | None:
     if record is None or shows_life(record, tx.now_ns()):
         return None
     tx.delete(keys.session(session_id))
+    tx.delete(keys.follower(session_id))
     return record
 
 
@@ -197,6 +198,7 @@ def other_sessions_live(tx: ReadTransaction, session_id: int) -> bool:
 def end_session(tx: Transaction, session_id: int, leases: list[int]) -> None:
     """Leave cleanly: nothing of this session is in flight any more."""
     tx.delete(keys.session(session_id))
+    tx.delete(keys.follower(session_id))
     for number in leases:
         tx.delete(keys.lease(number))
 

@@ -22,7 +22,7 @@ from tectonic_client.limits import (
     RECLAIM_BATCH_ROWS,
     SCAN_PAGE_ROWS,
 )
-from tectonic_client.metadata import blocks, keys, orphans, sessions
+from tectonic_client.metadata import blocks, changes, keys, orphans, sessions
 from tectonic_client.metadata.inodes import read_inode
 from tectonic_client.metadata.scans import scan_layer
 from tectonic_client.metadata.sessions import describe
@@ -173,6 +173,14 @@ class Cleaner:
         await self._kv.transact(lambda tx: blocks.forget_dead_blocks(tx, done))
         if failed:
             raise next(iter(failed.values()))
+
+    # --- change feed --------------------------------------------------------------------------
+
+    async def trim_changes(self) -> None:
+        """Forget events of the change feed that nobody waits for any more."""
+        for stripe in await self._kv.read(changes.stripes_to_trim):
+            while await self._kv.transact(partial(changes.trim, stripe=stripe)):
+                pass
 
 
 def _delete_from(chunks: Sequence[ChunkKey], store: ChunkStore) -> None:

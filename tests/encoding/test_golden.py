@@ -10,6 +10,7 @@ import pytest
 from tectonic_client import records
 from tectonic_client.encoding.chunk import ChunkHeader
 from tectonic_client.errors import CorruptChunk, CorruptRecord, FormatTooNew
+from tectonic_client.metadata import changerecords
 from tests.golden.samples import (
     CHUNK_HEADERS,
     RECORDS,
@@ -34,7 +35,8 @@ def damaged(data: bytes) -> Iterator[bytes]:
 def test_every_record_has_a_golden_file() -> None:
     """A record that is added to the format is also pinned by a golden file."""
     kinds = {
-        cls for _, cls in inspect.getmembers(records, inspect.isclass)
+        cls for module in (records, changerecords)
+        for _, cls in inspect.getmembers(module, inspect.isclass)
         if issubclass(cls, records.Record) and cls is not records.Record
     }  # fmt: skip
     assert {type(record) for record in RECORDS.values()} == kinds

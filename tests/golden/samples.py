@@ -12,6 +12,13 @@ from crc32c import crc32c
 
 from tectonic_client.encoding.chunk import ChunkHeader
 from tectonic_client.limits import CHUNK_HEADER_BYTES, KiB, MiB
+from tectonic_client.metadata.changerecords import (
+    Change,
+    ChangeHeadRecord,
+    ChangeKind,
+    ChangeRecord,
+    FollowerRecord,
+)
 from tectonic_client.records import (
     BlockRecord,
     ChunkPlace,
@@ -74,6 +81,13 @@ RECORDS: dict[str, Record] = {
     "orphan": OrphanRecord(77),
     "quota": QuotaRecord(0x1234567890, 5 * 2**40, 0),
     "quota-usage": QuotaUsageRecord(-3 * 2**30, 1001),
+    "change-head": ChangeHeadRecord(2**40 + 3, 2**40),
+    "change": ChangeRecord(
+        _TIME_NS,
+        77,
+        (Change(ChangeKind.ENTRY, 1, b"na\xffme"), Change(ChangeKind.INODE, 2**41, b"")),
+    ),
+    "follower": FollowerRecord(tuple(range(2**40, 2**40 + 16))),
 }
 
 CHUNK_HEADERS: dict[str, ChunkHeader] = {

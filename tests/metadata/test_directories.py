@@ -24,6 +24,7 @@ from tectonic_client.kv.memory import MemoryKV
 from tectonic_client.kv.port import ReadTransaction
 from tectonic_client.limits import MAX_NAME_BYTES, MAX_SYMLINK_BYTES, PARENT_TIME_LANES
 from tectonic_client.metadata import keys, names, sessions
+from tectonic_client.metadata.changes import Changes
 from tectonic_client.metadata.inodes import read_attributes
 from tectonic_client.records import DirentRecord, FileType
 from tectonic_client.types import ROOT_INODE, AttributeChanges, Owner, RenameFlag
@@ -46,7 +47,7 @@ class Tree:
         return self.kv.transact(lambda tx: sessions.open_session(tx, "test"))
 
     def actor(self, now_ns: int = 10, session: int | None = None) -> Actor:
-        return Actor(session or self.session, now_ns)
+        return Actor(session or self.session, now_ns, Changes())
 
     def make(self, parent: int, name: bytes, mode: int = _DIRECTORY, **actor: int) -> int:
         self._last += 1

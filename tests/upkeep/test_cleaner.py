@@ -18,6 +18,7 @@ from tectonic_client.errors import CorruptRecord
 from tectonic_client.filesystem.namespace import Actor, detach_tree
 from tectonic_client.kv.port import Transaction
 from tectonic_client.metadata import keys, scans, sessions
+from tectonic_client.metadata.changes import Changes
 from tectonic_client.types import ROOT_INODE
 from tectonic_client.upkeep import leftovers
 from tectonic_client.volume import Volume, open_volume
@@ -101,7 +102,7 @@ async def _mess(url: str) -> AsyncIterator[None]:
 
 def _detach(tx: Transaction, session_id: int) -> None:
     """Take `tree` out of the root as deleting a checkpoint does, and reclaim nothing of it."""
-    detach_tree(tx, ROOT_INODE, b"tree", Actor(session_id, 1))
+    detach_tree(tx, ROOT_INODE, b"tree", Actor(session_id, 1, Changes()))
 
 
 async def _check(volume: Volume) -> None:
