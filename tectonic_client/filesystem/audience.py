@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -110,10 +110,24 @@ class Audience:
             self._held.subtract(inodes)
             self._held += Counter()  # drops what is at zero
 
-    async def until_held(self, inode: int) -> None:
-        """Return when a request that may hold the kernel's lock on `inode` waits for followers."""
-        while not self._held[inode]:
-            await self._held_changed.wait()
+    async def wait_unless_held(self, inode: int, done: trio.Event) -> None:
+        """Wait for `done`, or until a request that may hold the lock on `inode` waits here.
+
+        For whoever needs that lock of the kernel: such a request ends soon, but may wait for others
+        that wait for us.
+        """
+
+        async def until_held() -> None:
+            while not self._held[inode]:
+                await self._held_changed.wait()
+
+        async def first(wait: Callable[[], Awaitable[None]]) -> None:
+            await wait()
+            nursery.cancel_scope.cancel()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(first, done.wait)
+            nursery.start_soon(first, until_held)
 
     # --- looking ------------------------------------------------------------------------------
 

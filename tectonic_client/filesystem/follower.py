@@ -99,8 +99,8 @@ class Follower:
         For what has no timeout: data of files that stay open.
         """
         self._wanted.set()
-        if not self.moment().following and self._session_id:
-            with trio.move_on_after(FOLLOW_RETRY_S):
+        with trio.move_on_after(FOLLOW_RETRY_S if self._session_id else 0):
+            while not self.moment().following:
                 await self._up_to_date.wait()
 
     # --- following ----------------------------------------------------------------------------
@@ -125,7 +125,6 @@ class Follower:
 
     def _lose_touch(self) -> None:
         self._up_to_date_at = -math.inf
-        self._up_to_date = trio.Event()
         self._generation += 1
 
     async def stop(self) -> None:
@@ -147,6 +146,7 @@ class Follower:
         while True:
             self._up_to_date_at = asked_at
             self._up_to_date.set()
+            self._up_to_date = trio.Event()
             await listener.wait(FOLLOW_INTERVAL_S)
             complete = False
             while not complete:
