@@ -201,7 +201,7 @@ def test_ranks_that_disagree_all_get_one_error(url: str, what: str) -> None:
     _assert_clean(url)
 
 
-@pytest.mark.parametrize("rank", [1, 2])
+@pytest.mark.parametrize("rank", [0, 1, 2])
 def test_a_state_that_cannot_be_stored_fails_all_ranks_at_once(url: str, rank: int) -> None:
     """The rank gets UnsupportedLeaf naming every path, the others RanksMissing naming the rank."""
     began = time.monotonic()
