@@ -15,6 +15,7 @@ which path the bytes take:
 
 from __future__ import annotations
 
+import errno
 import functools
 import inspect
 import os
@@ -28,7 +29,7 @@ import pyfuse3
 from fusefs.errors import errno_of
 from fusefs.options import MountOptions
 from fusefs.versions import OpenedVersions
-from tectonic_client.errors import Exists, InvalidArgument, NotFound, StaleHandle
+from tectonic_client.errors import Exists, InvalidArgument, StaleHandle
 from tectonic_client.limits import (
     ALIGNMENT_BYTES,
     FUSE_REQUEST_BYTES,
@@ -40,6 +41,7 @@ from tectonic_client.types import AttributeChanges, Attributes, Owner, RenameFla
 
 if TYPE_CHECKING:
     from tectonic_client.filesystem.core import FileSystem
+    from tectonic_client.filesystem.follower import Moment
 
 _STAT_BLOCK_BYTES: Final = 512
 """Unit of st_blocks (stat(2))."""
@@ -86,14 +88,37 @@ class FuseOperations(pyfuse3.Operations):  # type: ignore[misc]  # pyfuse3 publi
         self._versions = OpenedVersions()
         self._directories: dict[int, int] = {}
         """Inode of each open directory, for its entries "." and ".."."""
-        self._absent = pyfuse3.EntryAttributes()
-        self._absent.entry_timeout = options.negative_timeout_s
+        self._follower = filesystem.follower
 
-    def _entry(self, attributes: Attributes) -> pyfuse3.EntryAttributes:
+    def _trusted_s(self, begun: Moment, timeout_s: float, *, pushes: bool) -> float:
+        """How long the kernel may trust something that was read since `begun`."""
+        if not pushes:
+            return timeout_s
+        return self._follower.trusted_s(begun, self._options.push_timeout_s)
+
+    def _absence(self, begun: Moment, *, pushes: bool) -> pyfuse3.EntryAttributes:
+        """That there is no such name, for the kernel to remember. Raises where it may not."""
+        entry = pyfuse3.EntryAttributes()
+        timeout_s = self._options.negative_timeout_s
+        entry.entry_timeout = self._trusted_s(begun, timeout_s, pushes=pushes)
+        if not entry.entry_timeout:
+            raise pyfuse3.FUSEError(errno.ENOENT)
+        return entry
+
+    def _entry(
+        self, attributes: Attributes, begun: Moment, *, in_pushing: bool | None = None
+    ) -> pyfuse3.EntryAttributes:
+        """Attributes for the kernel, which were read since `begun`.
+
+        `in_pushing` says whether the directory of the name tells of changes; by default that is as
+        with the inode, which has it from there.
+        """
+        options, pushes = self._options, attributes.pushes
+        name_pushes = pushes if in_pushing is None else in_pushing
         entry = pyfuse3.EntryAttributes()
         entry.st_ino = attributes.inode
-        entry.entry_timeout = self._options.entry_timeout_s
-        entry.attr_timeout = self._options.attr_timeout_s
+        entry.entry_timeout = self._trusted_s(begun, options.entry_timeout_s, pushes=name_pushes)
+        entry.attr_timeout = self._trusted_s(begun, options.attr_timeout_s, pushes=pushes)
         entry.st_mode = self._mode_shown(attributes.mode)
         entry.st_nlink = attributes.nlink
         uid, gid = self._options.uid, self._options.gid
@@ -119,32 +144,36 @@ class FuseOperations(pyfuse3.Operations):  # type: ignore[misc]  # pyfuse3 publi
         self, parent_inode: int, name: bytes, ctx: pyfuse3.RequestContext
     ) -> pyfuse3.EntryAttributes:
         """The entry; one without inode number tells the kernel to remember the absence."""
-        try:
-            return self._entry(await self._fs.lookup(parent_inode, name))
-        except NotFound:
-            if self._options.negative_timeout_s:
-                return self._absent
-            raise
+        begun = self._follower.moment()
+        attributes, in_pushing = await self._fs.find(parent_inode, name)
+        if attributes is None:
+            return self._absence(begun, pushes=in_pushing)
+        return self._entry(attributes, begun, in_pushing=in_pushing)
 
     async def mknod(
         self, parent_inode: int, name: bytes, mode: int, rdev: int, ctx: pyfuse3.RequestContext
     ) -> pyfuse3.EntryAttributes:
         """A new file that is not opened, fifo, socket or device node."""
+        begun = self._follower.moment()
         return self._entry(
-            await self._fs.mknod(parent_inode, name, mode & ~ctx.umask, _owner(ctx), rdev)
+            await self._fs.mknod(parent_inode, name, mode & ~ctx.umask, _owner(ctx), rdev), begun
         )
 
     async def mkdir(
         self, parent_inode: int, name: bytes, mode: int, ctx: pyfuse3.RequestContext
     ) -> pyfuse3.EntryAttributes:
         """A new directory."""
-        return self._entry(await self._fs.mkdir(parent_inode, name, mode & ~ctx.umask, _owner(ctx)))
+        begun = self._follower.moment()
+        attributes = await self._fs.mkdir(parent_inode, name, mode & ~ctx.umask, _owner(ctx))
+        return self._entry(attributes, begun)
 
     async def symlink(
         self, parent_inode: int, name: bytes, target: bytes, ctx: pyfuse3.RequestContext
     ) -> pyfuse3.EntryAttributes:
         """A new symbolic link."""
-        return self._entry(await self._fs.symlink(parent_inode, name, target, _owner(ctx)))
+        begun = self._follower.moment()
+        attributes = await self._fs.symlink(parent_inode, name, target, _owner(ctx))
+        return self._entry(attributes, begun)
 
     async def readlink(self, inode: int, ctx: pyfuse3.RequestContext) -> bytes:
         """Target of a symbolic link."""
@@ -154,7 +183,10 @@ class FuseOperations(pyfuse3.Operations):  # type: ignore[misc]  # pyfuse3 publi
         self, inode: int, new_parent_inode: int, new_name: bytes, ctx: pyfuse3.RequestContext
     ) -> pyfuse3.EntryAttributes:
         """One more name of a file."""
-        return self._entry(await self._fs.link(inode, new_parent_inode, new_name))
+        begun = self._follower.moment()
+        entry = self._entry(await self._fs.link(inode, new_parent_inode, new_name), begun)
+        entry.entry_timeout = 0  # whether the directory tells of changes is not known here
+        return entry
 
     async def unlink(self, parent_inode: int, name: bytes, ctx: pyfuse3.RequestContext) -> None:
         """Remove a name."""
@@ -177,7 +209,8 @@ class FuseOperations(pyfuse3.Operations):  # type: ignore[misc]  # pyfuse3 publi
 
     async def getattr(self, inode: int, ctx: pyfuse3.RequestContext) -> pyfuse3.EntryAttributes:
         """As stat(2)."""
-        return self._entry(await self._fs.getattr(inode))
+        begun = self._follower.moment()
+        return self._entry(await self._fs.getattr(inode), begun)
 
     async def setattr(
         self, inode: int, attr: pyfuse3.EntryAttributes, fields: pyfuse3.SetattrFields,
@@ -192,7 +225,8 @@ class FuseOperations(pyfuse3.Operations):  # type: ignore[misc]  # pyfuse3 publi
             atime_ns=attr.st_atime_ns if fields.update_atime else None,
             mtime_ns=attr.st_mtime_ns if fields.update_mtime else None,
         )
-        return self._entry(await self._fs.setattr(inode, changes))
+        begun = self._follower.moment()
+        return self._entry(await self._fs.setattr(inode, changes), begun)
 
     async def statfs(self, ctx: pyfuse3.RequestContext) -> pyfuse3.StatvfsData:
         """Space of the stores. Inodes are not limited: 0, as file systems without a table say."""
@@ -210,6 +244,7 @@ class FuseOperations(pyfuse3.Operations):  # type: ignore[misc]  # pyfuse3 publi
         self, parent_inode: int, name: bytes, mode: int, flags: int, ctx: pyfuse3.RequestContext
     ) -> tuple[pyfuse3.FileInfo, pyfuse3.EntryAttributes]:
         """A new file, open."""
+        begun = self._follower.moment()
         try:
             attributes, handle = await self._fs.create(
                 parent_inode, name, mode & ~ctx.umask, _owner(ctx), flags
@@ -221,11 +256,13 @@ class FuseOperations(pyfuse3.Operations):  # type: ignore[misc]  # pyfuse3 publi
             raise StaleHandle(str(error)) from error
         direct = _bypasses_page_cache(flags)
         info = pyfuse3.FileInfo(fh=handle, direct_io=direct, keep_cache=False)
-        return info, self._entry(attributes)
+        return info, self._entry(attributes, begun)
 
     async def open(self, inode: int, flags: int, ctx: pyfuse3.RequestContext) -> pyfuse3.FileInfo:
         """A handle to an existing file."""
         attributes = await self._fs.getattr(inode)
+        if attributes.pushes:
+            await self._follower.ready()  # pages of an open file have no time-out
         handle = await self._fs.open(inode, flags)
         unchanged = self._versions.note_open(attributes)
         if not unchanged:
@@ -269,15 +306,18 @@ class FuseOperations(pyfuse3.Operations):  # type: ignore[misc]  # pyfuse3 publi
         Pages are fetched per request and never kept: the kernel takes over the attributes, and
         older ones than its own would hide what was written in the meantime.
         """
+        begun, in_pushing = self._follower.moment(), self._fs.directory_pushes(fh)
         for cookie, name in _DOTS:
             if start_id < cookie:
                 attributes = await self._fs.lookup(self._directories[fh], name)
-                if not pyfuse3.readdir_reply(token, name, self._entry(attributes), cookie):
+                entry = self._entry(attributes, begun, in_pushing=in_pushing)
+                if not pyfuse3.readdir_reply(token, name, entry, cookie):
                     return
         position, limit = max(start_id, _DOTS[-1][0]), READDIR_FIRST_PAGE
         while page := await self._fs.readdir(fh, position, limit):
             for cookie, name, attributes in page:
-                if not pyfuse3.readdir_reply(token, name, self._entry(attributes), cookie):
+                entry = self._entry(attributes, begun, in_pushing=in_pushing)
+                if not pyfuse3.readdir_reply(token, name, entry, cookie):
                     return
             position, limit = page[-1].cookie, min(2 * limit, SCAN_PAGE_ROWS)
 

@@ -16,6 +16,7 @@ from tectonic_client.errors import BadOption
 from tectonic_client.limits import (
     DEFAULT_MEMORY_LIMIT_BYTES,
     METADATA_DEADLINE_S,
+    PUSH_TIMEOUT_S,
     STORE_DEADLINE_S,
 )
 
@@ -26,7 +27,8 @@ class MountOptions:
 
     The kernel trusts attributes for `attr_timeout_s` and names for `entry_timeout_s` before it
     asks again; opening a file always asks. `negative_timeout_s` is the same for names that do not
-    exist: 0, because a file that another client made and closed must be found at once.
+    exist: 0, because a file that another client made and closed must be found at once. Below
+    directories with `coherence=push` all three are `push_timeout_s`: the kernel is told of changes.
 
     A store or the metadata that does not answer within `store_timeout_s` or `metadata_timeout_s`
     makes the call that waits for it fail.
@@ -42,6 +44,7 @@ class MountOptions:
     attr_timeout_s: float = 1.0
     entry_timeout_s: float = 1.0
     negative_timeout_s: float = 0.0
+    push_timeout_s: float = PUSH_TIMEOUT_S
     store_timeout_s: float = STORE_DEADLINE_S
     metadata_timeout_s: float = METADATA_DEADLINE_S
     uid: int | None = None
@@ -59,6 +62,13 @@ def _seconds(text: str) -> float:
     value = float(text)
     if not 0 <= value <= 86_400:
         raise ValueError(f"{text!r} is not between 0 and 86400 seconds")
+    return value
+
+
+def _push_seconds(text: str) -> float:
+    value = float(text)
+    if not 0 <= value <= PUSH_TIMEOUT_S:
+        raise ValueError(f"{text!r} is not between 0 and {PUSH_TIMEOUT_S:.0f} seconds")
     return value
 
 
@@ -146,6 +156,11 @@ _TABLE: Final = (
     _Option(
         "negative_timeout", "negative_timeout_s", "The same for names that do not exist (default"
         " 0: a file that another client made is found at once).", "SECONDS", _seconds,
+    ),
+    _Option(
+        "push_timeout", "push_timeout_s", "The same for all three below directories with"
+        f" coherence=push, which tell of changes at once (default {PUSH_TIMEOUT_S:.0f}).",
+        "SECONDS", _push_seconds,
     ),
     _Option(
         "store_timeout", "store_timeout_s",

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import pyfuse3
 import trio
 
+from fusefs.kernelcache import KernelCache
 from fusefs.mounttable import FSTYPE, detach, find_mount
 from fusefs.operations import FuseOperations
 from fusefs.options import MountOptions
@@ -60,13 +61,26 @@ async def serve(
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_stop_at_signal, signals)
             nursery.start_soon(_announce, directory, on_ready, problems)
-            await pyfuse3.main(min_tasks=tasks, max_tasks=tasks)
+            with _following(filesystem, nursery) as cache:
+                await pyfuse3.main(min_tasks=tasks, max_tasks=tasks)
+            await cache.close()
             nursery.cancel_scope.cancel()
     finally:
         pyfuse3.close(unmount=True)
         _detach_leftover(directory)
     if problems:
         raise MountError(f"{directory} was mounted but {problems[0]}")
+
+
+@contextmanager
+def _following(filesystem: FileSystem, nursery: trio.Nursery) -> Iterator[KernelCache]:
+    """Let the kernel forget what other clients change, while it is served."""
+    cache = KernelCache(filesystem, nursery, pyfuse3.invalidate_entry, pyfuse3.invalidate_inode)
+    filesystem.follower.caches.append(cache)
+    try:
+        yield cache
+    finally:
+        filesystem.follower.caches.remove(cache)
 
 
 async def _stop_at_signal(signals: AsyncIterator[int]) -> None:

@@ -344,6 +344,9 @@ FUSE_READ_AHEAD_BYTES: Final = 1 * MiB
 READDIR_FIRST_PAGE: Final = 32
 """Entries fetched first per listing request: those of a 4 KiB reply; each further page doubles."""
 
+FORGETTING_DEADLINE_S: Final = 2.0
+"""How long a mount that ends waits for the kernel to drop what it was told to."""
+
 MAX_REMEMBERED_OPENS: Final = 16_384
 """Files of which a mount remembers the last opened version, about 250 bytes each."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import IntFlag
+from enum import IntEnum, IntFlag
 from typing import Final, NamedTuple
 
 ROOT_INODE: Final = 1
@@ -72,3 +72,20 @@ class FileSystemUsage:
     total_bytes: int
     free_bytes: int
     block_bytes: int
+
+
+class ChangeKind(IntEnum):
+    """What a change is about."""
+
+    ENTRY = 1
+    """A name of directory `inode` was made, removed or given to something else."""
+    INODE = 2
+    """Attributes or data of `inode`."""
+
+
+class Change(NamedTuple):
+    """One change; `name` is empty unless it is about an entry."""
+
+    kind: ChangeKind
+    inode: int
+    name: bytes

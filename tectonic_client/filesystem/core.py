@@ -36,7 +36,7 @@ from tectonic_client.metadata.inodes import (
     read_inode,
     read_symlink,
 )
-from tectonic_client.records import InodeRecord
+from tectonic_client.records import InodeFlag, InodeRecord
 from tectonic_client.types import (
     AttributeChanges,
     Attributes,
@@ -66,7 +66,8 @@ class FileSystem:
         self._kv = services.kv
         self._session_id = services.session_id
         self._chunk_bytes = services.chunk_bytes
-        self._audience = services.audience
+        self.audience = services.audience
+        """Those who must see this client's changes."""
         self._files = Files(services, self._closed)
         self._handles = HandleTable()
         self.follower = follower
@@ -96,7 +97,7 @@ class FileSystem:
         While it is made the kernel of a mount may hold its locks on the inodes `held`.
         """
         result, positions = await self._commit(change)
-        await self._audience.has_seen(positions, held)
+        await self.audience.has_seen(positions, held)
         return result
 
     async def _remove(
@@ -105,7 +106,7 @@ class FileSystem:
         """As `_change`, for what may take an inode's last name away, and returns it then."""
         inode, positions = await self._commit(change)
         self._orphaned(inode)
-        await self._audience.has_seen(positions, held)
+        await self.audience.has_seen(positions, held)
 
     async def _commit(self, change: Callable[[Transaction, Actor], T]) -> tuple[T, Positions]:
         """Run a change; returns the positions of its events, which others may not have seen."""
@@ -146,7 +147,7 @@ class FileSystem:
         """A new inode of the type in `mode` (S_IFREG where it has none)."""
         mode = mode if stat.S_IFMT(mode) else mode | stat.S_IFREG
         inode, record, positions = await self._create(parent, name, mode, owner, rdev)
-        await self._audience.has_seen(positions, [parent])
+        await self.audience.has_seen(positions, [parent])
         return attributes_of(inode, record)
 
     async def _create(
@@ -224,7 +225,7 @@ class FileSystem:
             if cloner.root:
                 self._on_orphan(cloner.root)
             raise
-        await self._audience.has_seen(cloner.positions)
+        await self.audience.has_seen(cloner.positions)
         return cloner.report
 
     def _orphaned(self, inode: int | None) -> None:
@@ -253,6 +254,8 @@ class FileSystem:
         if changes.size is not None:
             await self._admit_size(inode, changes.size)
             await self._files.truncate(inode, changes.size, time.time_ns())
+            if changes == AttributeChanges(size=changes.size):
+                return await self.getattr(inode)
         state = self._files.state_of(inode)
         if changes.mtime_ns is not None and state is not None and state.dirty:
             # The time that is set must not be overwritten by a later flush of earlier writes.
@@ -284,7 +287,7 @@ class FileSystem:
         quota = await self.quotas.quota_of(inode, record)
         handle = self._files.open_new(inode, record, flags, quota)
         try:
-            await self._audience.has_seen(positions, [parent])
+            await self.audience.has_seen(positions, [parent])
         except BaseException:
             await self._files.close(handle)
             raise
@@ -359,8 +362,12 @@ class FileSystem:
 
     async def opendir(self, inode: int) -> int:
         """Handle of a directory."""
-        await self._kv.read(lambda tx: read_directory(tx, inode))
-        return self._handles.add(DirectoryHandle(inode))
+        record = await self._kv.read(lambda tx: read_directory(tx, inode))
+        return self._handles.add(DirectoryHandle(inode, bool(record.flags & InodeFlag.PUSH)))
+
+    def directory_pushes(self, handle: int) -> bool:
+        """Whether the open directory tells of changes of its entries (coherence=push)."""
+        return self._handles.directory(handle).pushes
 
     async def readdir(
         self, handle: int, cookie: int, limit: int = SCAN_PAGE_ROWS
@@ -416,7 +423,7 @@ class FileSystem:
             return
         try:
             await self._files.flush(state)
-            await self._audience.announce(state.unseen)
+            await self.audience.announce(state.unseen)
         except TectonicError as error:
             # Nobody waits for this flush. Bytes that it lost are told to the file's handles; where
             # the metadata engine failed they are kept, and tried again.

@@ -49,11 +49,11 @@ from tectonic_client.limits import (
 from tectonic_client.metadata import files as file_layer
 from tectonic_client.metadata import quotas
 from tectonic_client.metadata.blocks import named_blocks
-from tectonic_client.metadata.changerecords import Change, ChangeKind
 from tectonic_client.metadata.changes import Changes, Positions
 from tectonic_client.metadata.inodes import read_inode, write_inode
 from tectonic_client.metadata.sessions import heartbeat, require_session
 from tectonic_client.records import BlockRecord, FileType, InodeFlag, InodeRecord
+from tectonic_client.types import Change, ChangeKind
 
 Bytes = bytes | bytearray | memoryview
 

@@ -36,7 +36,7 @@ from tectonic_client.limits import (
     PUSH_TIMEOUT_S,
 )
 from tectonic_client.metadata import changes
-from tectonic_client.metadata.changerecords import Change
+from tectonic_client.types import Change
 
 _log = logging.getLogger(__name__)
 

@@ -127,6 +127,7 @@ class DirectoryHandle:
     """An open directory."""
 
     inode: int
+    pushes: bool
 
 
 class HandleTable:

@@ -4,30 +4,13 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
-from enum import IntEnum
-from typing import ClassVar, Final, NamedTuple
+from typing import ClassVar, Final
 
 from tectonic_client.limits import CHANGE_STRIPES
 from tectonic_client.records import Cursor, Record, unpack_exactly
+from tectonic_client.types import Change, ChangeKind
 
 _U16: Final = struct.Struct("<H")
-
-
-class ChangeKind(IntEnum):
-    """What a change is about."""
-
-    ENTRY = 1
-    """A name of directory `inode` was made, removed or given to something else."""
-    INODE = 2
-    """Attributes or data of `inode`."""
-
-
-class Change(NamedTuple):
-    """One change; `name` is empty unless it is about an entry."""
-
-    kind: ChangeKind
-    inode: int
-    name: bytes
 
 
 @dataclass(frozen=True, slots=True)

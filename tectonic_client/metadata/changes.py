@@ -25,16 +25,11 @@ from typing import NamedTuple
 from tectonic_client.kv.port import ReadTransaction, Transaction
 from tectonic_client.limits import CHANGE_STRIPES, CHANGES_KEPT_S, SCAN_PAGE_ROWS
 from tectonic_client.metadata import keys
-from tectonic_client.metadata.changerecords import (
-    Change,
-    ChangeHeadRecord,
-    ChangeKind,
-    ChangeRecord,
-    FollowerRecord,
-)
+from tectonic_client.metadata.changerecords import ChangeHeadRecord, ChangeRecord, FollowerRecord
 from tectonic_client.metadata.scans import scan_layer
 from tectonic_client.metadata.sessions import require_session
 from tectonic_client.records import InodeFlag, InodeRecord
+from tectonic_client.types import Change, ChangeKind
 
 _NS_PER_S = 1_000_000_000
 _NEVER = ChangeHeadRecord(0, 0)

@@ -25,16 +25,10 @@ from tectonic_client.limits import (
     PUSH_TIMEOUT_S,
 )
 from tectonic_client.metadata import changes, keys
-from tectonic_client.metadata.changerecords import (
-    Change,
-    ChangeHeadRecord,
-    ChangeKind,
-    ChangeRecord,
-    FollowerRecord,
-)
+from tectonic_client.metadata.changerecords import ChangeHeadRecord, ChangeRecord, FollowerRecord
 from tectonic_client.metadata.inodes import read_inode, write_inode
 from tectonic_client.records import InodeFlag, SessionRecord
-from tectonic_client.types import ROOT_INODE, AttributeChanges, RenameFlag
+from tectonic_client.types import ROOT_INODE, AttributeChanges, Change, ChangeKind, RenameFlag
 from tectonic_client.volume import Volume, VolumeOptions, open_volume
 from tests.filesystem.engines import NewVolume, any_engine
 from tests.filesystem.faultrig import OWNER, load_file, new_volume
@@ -153,7 +147,7 @@ async def _every_change(fs: FileSystem, parent: int) -> list[list[Change]]:
     told.append([changed(file.inode)])
     await fs.release(handle)
     await fs.setattr(file.inode, AttributeChanges(size=2))
-    told.append([changed(file.inode), changed(file.inode)])
+    told.append([changed(file.inode)])
     await fs.setattr(file.inode, AttributeChanges(mode=0o600))
     told.append([changed(file.inode)])
     await fs.link(file.inode, parent, b"link")

@@ -23,6 +23,10 @@ from fusefs.allocator import keep_freed_memory
 from fusefs.options import parse_options
 from fusefs.session import serve
 from tectonic_client import errors
+from tectonic_client.filesystem.follower import Follower
+from tectonic_client.filesystem.namespace import Found
+from tectonic_client.kv.executor import AsyncKV
+from tectonic_client.kv.memory import MemoryKV
 from tectonic_client.limits import MiB
 from tectonic_client.types import (
     ROOT_INODE,
@@ -74,6 +78,7 @@ class MemoryFileSystem:
         self._broken = broken
         self._nodes = {ROOT_INODE: _Node(self._new(ROOT_INODE, stat.S_IFDIR | 0o755, Owner(0, 0)))}
         self._next_inode = ROOT_INODE + 1
+        self.follower = Follower(AsyncKV(MemoryKV()), 0)
 
     @staticmethod
     def _new(inode: int, mode: int, owner: Owner) -> Attributes:
@@ -99,6 +104,12 @@ class MemoryFileSystem:
                 await self.mknod(parent, name, stat.S_IFREG | 0o600, Owner(0, 0))
             raise errors.NotFound(f"no {name!r}")
         return self._node(inode).attributes
+
+    async def find(self, parent: int, name: bytes) -> Found:
+        try:
+            return Found(await self.lookup(parent, name), directory_pushes=False)
+        except errors.NotFound:
+            return Found(None, directory_pushes=False)
 
     async def getattr(self, inode: int) -> Attributes:
         await trio.lowlevel.checkpoint()
@@ -188,6 +199,9 @@ class MemoryFileSystem:
             for number, (name, inode) in numbered
             if number > cookie
         ][:limit]
+
+    def directory_pushes(self, handle: int) -> bool:
+        return False
 
     async def releasedir(self, handle: int) -> None:
         await trio.lowlevel.checkpoint()

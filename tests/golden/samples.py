@@ -12,13 +12,7 @@ from crc32c import crc32c
 
 from tectonic_client.encoding.chunk import ChunkHeader
 from tectonic_client.limits import CHUNK_HEADER_BYTES, KiB, MiB
-from tectonic_client.metadata.changerecords import (
-    Change,
-    ChangeHeadRecord,
-    ChangeKind,
-    ChangeRecord,
-    FollowerRecord,
-)
+from tectonic_client.metadata.changerecords import ChangeHeadRecord, ChangeRecord, FollowerRecord
 from tectonic_client.records import (
     BlockRecord,
     ChunkPlace,
@@ -43,6 +37,7 @@ from tectonic_client.records import (
     SymlinkRecord,
     VolumeRecord,
 )
+from tectonic_client.types import Change, ChangeKind
 
 DIRECTORY = Path(__file__).parent
 
