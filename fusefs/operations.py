@@ -228,6 +228,24 @@ class FuseOperations(pyfuse3.Operations):  # type: ignore[misc]  # pyfuse3 publi
         begun = self._follower.moment()
         return self._entry(await self._fs.setattr(inode, changes), begun)
 
+    async def getxattr(self, inode: int, name: bytes, ctx: pyfuse3.RequestContext) -> bytes:
+        """As getxattr(2); pyfuse3 compares the length with the caller's buffer."""
+        return await self._fs.getxattr(inode, name)
+
+    async def listxattr(self, inode: int, ctx: pyfuse3.RequestContext) -> list[bytes]:
+        """As listxattr(2)."""
+        return await self._fs.listxattr(inode)
+
+    async def setxattr(
+        self, inode: int, name: bytes, value: bytes, ctx: pyfuse3.RequestContext
+    ) -> None:
+        """As setxattr(2); XATTR_CREATE and XATTR_REPLACE are pyfuse3's, which looks first."""
+        await self._fs.setxattr(inode, name, value)
+
+    async def removexattr(self, inode: int, name: bytes, ctx: pyfuse3.RequestContext) -> None:
+        """As removexattr(2)."""
+        await self._fs.removexattr(inode, name)
+
     async def statfs(self, ctx: pyfuse3.RequestContext) -> pyfuse3.StatvfsData:
         """Space of the stores. Inodes are not limited: 0, as file systems without a table say."""
         usage = await self._fs.statfs()

@@ -142,6 +142,18 @@ class NoSpace(FileSystemError):
     """ENOSPC: a chunk store or the metadata engine is full."""
 
 
+class NoSuchAttribute(FileSystemError):
+    """The inode has no extended attribute of that name (ENODATA)."""
+
+
+class ValueTooLarge(FileSystemError):
+    """The value of an extended attribute is longer than one may be (E2BIG)."""
+
+
+class NotSupported(FileSystemError):
+    """This file system has no such thing (EOPNOTSUPP)."""
+
+
 class QuotaExceeded(FileSystemError):
     """A directory's quota has no room left (EDQUOT)."""
 

@@ -125,6 +125,15 @@ log once (32 MiB: some 20 ms)."""
 SQLITE_WAL_FILE_BYTES: Final = 64 * MiB
 """A write-ahead log that grew beyond this is cut back once its pages are in the database."""
 
+MAX_XATTR_NAME_BYTES: Final = 255
+"""Name of an extended attribute, as Linux limits it (XATTR_NAME_MAX)."""
+
+MAX_XATTR_BYTES: Final = 64 * KiB
+"""Value of an extended attribute, as Linux limits it (XATTR_SIZE_MAX)."""
+
+MAX_XATTR_LIST_BYTES: Final = 64 * KiB
+"""All names of an inode's extended attributes, as listxattr(2) returns them (XATTR_LIST_MAX)."""
+
 MAX_NAME_BYTES: Final = 255
 """NAME_MAX of Linux."""
 

@@ -53,11 +53,10 @@ class FileType(IntEnum):
 
 
 class InodeFlag(IntFlag):
-    """Bits of an inode's flags: what else is recorded of it, so that others need no look.
+    """Bits of an inode's flags: what else is recorded of it, so that others need no look."""
 
-    Bits 0 and 1 are taken by extended attributes.
-    """
-
+    XATTRS = 1
+    """It has extended attributes."""
     PUSH = 4
     """`coherence=push`: changes of the inode, and of a directory's entries, are told at once."""
     QUOTA = 8
@@ -513,6 +512,22 @@ class OrphanRecord(Record):
     @classmethod
     def _from_body(cls, body: memoryview) -> OrphanRecord:
         return cls(*unpack_exactly(_U64, body))
+
+
+@dataclass(frozen=True, slots=True)
+class XattrRecord(Record):
+    """Value of an extended attribute; its name is in the key."""
+
+    KIND = 15
+
+    value: bytes
+
+    def _body(self) -> bytes:
+        return self.value
+
+    @classmethod
+    def _from_body(cls, body: memoryview) -> XattrRecord:
+        return cls(bytes(body))
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ from tectonic_client.records import (
     SessionRecord,
     SubdirectoriesRecord,
     SymlinkRecord,
+    XattrRecord,
 )
 from tectonic_client.types import ROOT_INODE
 from tectonic_client.volume import Volume
@@ -87,6 +88,8 @@ class _Audit:
     owners: dict[tuple[int, int], int] = field(default_factory=dict)
     sessions: dict[int, SessionRecord] = field(default_factory=dict)
     leases: dict[int, int] = field(default_factory=dict)
+    followers: set[int] = field(default_factory=set)
+    attributed: set[int] = field(default_factory=set)
     quotas: dict[int, QuotaRecord] = field(default_factory=dict)
     used: dict[int, list[int]] = field(default_factory=lambda: defaultdict(lambda: [0, 0]))
     members: dict[int, int] = field(default_factory=dict)
@@ -94,7 +97,7 @@ class _Audit:
     def read(self, key: bytes, value: bytes) -> None:
         """Sort a record in; those that may not be there at rest are problems."""
         layer, rest = key[:1], key[_GROUP_BYTES:]
-        if layer == keys.GLOBAL or layer == keys.CHECKPOINT:
+        if layer in (keys.GLOBAL, keys.CHECKPOINT, keys.CHANGE):  # old events are trimmed by age
             return
         number = keys.parse_group(key)
         if layer == keys.NAME:
@@ -109,6 +112,8 @@ class _Audit:
             self.sessions[number] = SessionRecord.decode(value)
         elif layer == keys.LEASE:
             self.leases[number] = CounterRecord.decode(value).value
+        elif layer == keys.FOLLOWER:
+            self.followers.add(number)
         elif layer == keys.QUOTA and rest == keys.QUOTA_LIMITS:
             self.quotas[number] = QuotaRecord.decode(value)
         elif layer == keys.QUOTA:
@@ -136,6 +141,9 @@ class _Audit:
         elif part == keys.EXTENT:
             record = ExtentRecord.decode(value)
             self.extents[inode].append((keys.parse_extent(key), record))
+        elif part == keys.XATTR:
+            XattrRecord.decode(value)
+            self.attributed.add(inode)
         elif part == keys.QUOTA_MEMBER:
             self.members[inode] = CounterRecord.decode(value).value
         else:
@@ -165,7 +173,11 @@ class _Audit:
                     f"directory {inode} counts {self.subdirectories[inode]} subdirectories"
                     f" and has {children[inode]}"
                 )
-        for inode in {*self.changed, *self.subdirectories, *self.links, *self.extents}:
+        for inode, record in self.inodes.items():
+            if bool(record.flags & InodeFlag.XATTRS) != (inode in self.attributed):
+                self.problems.append(f"inode {inode}: its flag about extended attributes is wrong")
+        records = self.changed | self.attributed | set(self.links) | set(self.extents)
+        for inode in records | set(self.subdirectories):
             if inode not in self.inodes:
                 self.problems.append(f"inode {inode} is gone and has records")
 
@@ -287,6 +299,8 @@ class _Audit:
             gone = process_started_ticks(record.pid) != record.pid_started_ticks
             if record.host == this_host().identity and gone:
                 self.problems.append(f"session {number} belongs to no process")
+        for number in self.followers - self.sessions.keys():
+            self.problems.append(f"session {number} ended and follows changes")
         for lease, holder in self.leases.items():
             if holder not in self.sessions:
                 self.problems.append(f"lease {lease} belongs to session {holder}, which ended")

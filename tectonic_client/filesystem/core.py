@@ -16,8 +16,14 @@ from typing import TypeVar
 
 import trio
 
-from tectonic_client.errors import CorruptionError, NotFound, ReadOnly, TectonicError
-from tectonic_client.filesystem import namespace
+from tectonic_client.errors import (
+    CorruptionError,
+    NoSuchAttribute,
+    NotFound,
+    ReadOnly,
+    TectonicError,
+)
+from tectonic_client.filesystem import namespace, policies
 from tectonic_client.filesystem.cloning import Cloner, CloneReport
 from tectonic_client.filesystem.files import Bytes, Files, FileServices
 from tectonic_client.filesystem.follower import Follower
@@ -270,6 +276,34 @@ class FileSystem:
         quota = await self.quotas.quota_of(inode, record)
         if quota is not None:
             await self.quotas.admit(quota, size - record.size)
+
+    async def getxattr(self, inode: int, name: bytes) -> bytes:
+        """Value of an extended attribute. Raises NoSuchAttribute, NotSupported, StaleHandle.
+
+        Of an open file without attributes the kernel asks for those of `security.` at each write:
+        that costs no look at the metadata.
+        """
+        if name.startswith(b"security.") and self._files.has_no_xattrs(inode):
+            raise NoSuchAttribute(f"inode {inode} has no attribute {name!r}")
+        return await self._kv.read(lambda tx: policies.get(tx, inode, name))
+
+    async def listxattr(self, inode: int) -> list[bytes]:
+        """Names of the extended attributes."""
+        return await self._kv.read(lambda tx: policies.names(tx, inode))
+
+    async def setxattr(self, inode: int, name: bytes, value: bytes) -> None:
+        """Set an extended attribute. Raises as `policies.put`."""
+        record = await self._change(
+            lambda tx, actor: policies.put(tx, inode, name, value, actor), held=[inode]
+        )
+        self._files.note_flags(inode, record.flags)
+
+    async def removexattr(self, inode: int, name: bytes) -> None:
+        """Remove an extended attribute. Raises as `policies.remove`."""
+        record = await self._change(
+            lambda tx, actor: policies.remove(tx, inode, name, actor), held=[inode]
+        )
+        self._files.note_flags(inode, record.flags)
 
     async def statfs(self) -> FileSystemUsage:
         """Space of the stores that take new chunks."""

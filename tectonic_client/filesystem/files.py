@@ -120,6 +120,18 @@ class Files:
         found = [state for state in self._open.values() if state.dirty]
         return sorted(found, key=lambda state: state.dirty_since or 0.0)
 
+    def note_flags(self, inode: int, flags: int) -> None:
+        """This client has changed an inode's flags."""
+        state = self._open.get(inode)
+        if state is not None and state.record is not None:
+            state.record = replace(state.record, flags=flags)
+
+    def has_no_xattrs(self, inode: int) -> bool:
+        """Whether the inode is open and, as far as this client knows, has none."""
+        state = self._open.get(inode)
+        record = None if state is None else state.record
+        return record is not None and not record.flags & InodeFlag.XATTRS
+
     def unflushed(self, quota: int) -> int:
         """Bytes by which unflushed writes let files of a quota grow."""
         states = [state for state in self._open.values() if state.quota == quota]

@@ -123,6 +123,22 @@ def symlink(inode: int) -> bytes:
     return group(FILE, inode) + SYMLINK
 
 
+def xattr(inode: int, name: bytes) -> bytes:
+    """Key of an extended attribute."""
+    return group(FILE, inode) + XATTR + name
+
+
+def xattrs(inode: int) -> tuple[bytes, bytes]:
+    """Range of all extended attributes of `inode`."""
+    prefix = group(FILE, inode) + XATTR
+    return prefix, prefix_end(prefix)
+
+
+def parse_xattr(key: bytes) -> bytes:
+    """Name of an extended attribute's key."""
+    return key[_GROUP.size + 1 :]
+
+
 def extent(inode: int, offset: int) -> bytes:
     """Key of the extent of `inode` that begins at file offset `offset`."""
     return group(FILE, inode) + EXTENT + _U64.pack(offset)

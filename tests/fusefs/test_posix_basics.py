@@ -295,11 +295,36 @@ def test_fsync_of_files_and_directories(here: Path) -> None:
         os.close(descriptor)
 
 
-def test_extended_attributes_are_refused_not_lost(here: Path) -> None:
-    """Setting an extended attribute fails with ENOTSUP, so that nobody believes it is kept."""
-    (here / "f").touch()
-    assert _fails_with(errno.ENOTSUP, lambda: os.setxattr(here / "f", "user.x", b"1"))
-    assert _fails_with(errno.ENOTSUP, lambda: os.getxattr(here / "f", "user.x"))
+def test_extended_attributes(here: Path) -> None:
+    """Values of any bytes up to Linux's limits, flags and errors as on a local file system."""
+    path, link = here / "f", here / "link"
+    path.touch()
+    link.symlink_to("f")
+    values = {"user.empty": b"", "user.large": bytes(range(256)) * 256, "trusted.x": b"\0y"}
+    if os.getuid():
+        del values["trusted.x"]
+    for name, value in values.items():
+        os.setxattr(path, name, value)
+    assert {name: os.getxattr(path, name) for name in os.listxattr(path)} == values
+    os.setxattr(here, "user.directory", b"1")
+    assert os.getxattr(here, "user.directory") == b"1"
+    calls: list[tuple[int, Callable[[], object]]] = [
+        (errno.EEXIST, lambda: os.setxattr(path, "user.empty", b"1", os.XATTR_CREATE)),
+        (errno.ENODATA, lambda: os.setxattr(path, "user.other", b"1", os.XATTR_REPLACE)),
+        (errno.ENODATA, lambda: os.getxattr(path, "user.other")),
+        (errno.ENODATA, lambda: os.removexattr(path, "user.other")),
+        (errno.E2BIG, lambda: os.setxattr(path, "user.huge", bytes(65_537))),
+        (errno.ERANGE, lambda: os.setxattr(path, "user." + 251 * "x", b"")),
+        (errno.EINVAL, lambda: os.setxattr(path, "user.tectonicfs.unknown", b"1")),
+        (errno.EINVAL, lambda: os.setxattr(path, "user.tectonicfs.coherence", b"never")),
+        (errno.EOPNOTSUPP, lambda: os.setxattr(path, "nothing.x", b"1")),
+        (errno.EPERM, lambda: os.setxattr(link, "user.x", b"1", follow_symlinks=False)),
+    ]
+    for number, call in calls:
+        assert _fails_with(number, call)
+    os.rename(path, here / "g")
+    os.removexattr(here / "g", "user.large")
+    assert sorted(os.listxattr(here / "g")) == sorted(values.keys() - {"user.large"})
 
 
 def test_rename_flags_that_are_not_supported_are_refused(here: Path) -> None:

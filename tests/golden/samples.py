@@ -36,6 +36,7 @@ from tectonic_client.records import (
     SubdirectoriesRecord,
     SymlinkRecord,
     VolumeRecord,
+    XattrRecord,
 )
 from tectonic_client.types import Change, ChangeKind
 
@@ -74,6 +75,7 @@ RECORDS: dict[str, Record] = {
     "subdirectories": SubdirectoriesRecord(-2),
     "symlink": SymlinkRecord(b"../else\xffwhere"),
     "orphan": OrphanRecord(77),
+    "xattr": XattrRecord(b"value\x00\xff"),
     "quota": QuotaRecord(0x1234567890, 5 * 2**40, 0),
     "quota-usage": QuotaUsageRecord(-3 * 2**30, 1001),
     "change-head": ChangeHeadRecord(2**40 + 3, 2**40),
