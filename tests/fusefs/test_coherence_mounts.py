@@ -9,19 +9,12 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import trio
 
-from tectonic_client.kv.port import Transaction
 from tectonic_client.limits import COHERENCE_DEADLINE_S
-from tectonic_client.metadata.inodes import read_inode, write_inode
-from tectonic_client.records import InodeFlag
-from tectonic_client.types import ROOT_INODE
-from tectonic_client.volume import open_volume
-from tests.filesystem.faultrig import OWNER, new_volume
+from tests.filesystem.faultrig import new_volume
 from tests.fusefs.mounts import MountedVolume, mounted, tectonicfs
 from tests.postgres import PostgresServer
 
@@ -30,33 +23,18 @@ pytestmark = pytest.mark.fuse
 Pair = tuple[MountedVolume, MountedVolume]
 
 PLAIN, PUSH = "plain", "push"
-
-
-def _make_directories(url: str) -> None:
-    """A plain directory and one that pushes."""
-
-    async def main() -> None:
-        async with open_volume(url) as volume:
-            await volume.filesystem.mkdir(ROOT_INODE, PLAIN.encode(), 0o755, OWNER)
-            made = await volume.filesystem.mkdir(ROOT_INODE, PUSH.encode(), 0o755, OWNER)
-
-            def set_flag(tx: Transaction) -> None:
-                record = read_inode(tx, made.inode)
-                write_inode(tx, made.inode, replace(record, flags=record.flags | InodeFlag.PUSH))
-
-            await volume.kv.transact(set_flag)
-
-    trio.run(main)
+POLICY = "user.tectonicfs.coherence"
 
 
 @contextmanager
 def _pair(url: str, base: Path) -> Iterator[Pair]:
-    _make_directories(url)
     with ExitStack() as stack:
-        yield (
-            stack.enter_context(mounted(url, base / "one")),
-            stack.enter_context(mounted(url, base / "two")),
-        )
+        one = stack.enter_context(mounted(url, base / "one"))
+        two = stack.enter_context(mounted(url, base / "two"))
+        for name in (PLAIN, PUSH):
+            (one.path / name).mkdir()
+        os.setxattr(one.path / PUSH, POLICY, b"push")
+        yield one, two
 
 
 @pytest.fixture
@@ -176,6 +154,25 @@ def test_attributes_are_seen_at_once(ours: tuple[Path, Path]) -> None:
         os.link(here / "f", here / "g")
         assert (there / "f").stat().st_nlink == 2
         (here / "g").unlink()
+
+
+def test_a_tree_that_is_there_gets_the_policy_entry_by_entry(plain: tuple[Path, Path]) -> None:
+    """Set on each file and directory of a tree, the policy holds for what was there before."""
+    here, there = plain
+    (here / "sub").mkdir()
+    (here / "sub" / "f").write_text("old")
+    assert (there / "sub" / "f").read_text() == "old"
+    for path in (here, here / "sub", here / "sub" / "f"):
+        os.setxattr(path, POLICY, b"push")
+    (here / "sub" / "f").write_text("longer than any version")
+    # The kernel of the other mount may trust what it got before for its ordinary time-out.
+    _wait_until(lambda: (there / "sub" / "f").stat().st_size == 23)
+    with (there / "sub" / "f").open("rb", buffering=0) as file:
+        for number in range(5):
+            (here / "sub" / "f").write_text(f"version {number}")
+            assert os.pread(file.fileno(), 100, 0) == b"version %d" % number
+            assert (there / "sub" / "f").stat().st_size == 9
+    assert os.getxattr(there / "sub" / "f", POLICY) == b"push"
 
 
 def test_what_is_unchanged_is_served_from_the_cache(
