@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import stat
+from importlib.util import find_spec
 from pathlib import Path
 
 from fusefs import registry
@@ -16,6 +17,7 @@ from tectonic_client.errors import MountError
 def check(directory: str, options: MountOptions) -> str:
     """The directory's normalised path. Raises MountError that says what to do first."""
     _check_pyfuse3()
+    _check_metrics(options)
     _check_device()
     _check_helper(options)
     place = mount_point(directory)
@@ -32,6 +34,11 @@ def _check_pyfuse3() -> None:
             f"mounting needs pyfuse3 ({error}): pip install 'tectonicfs[fuse]'"
             " (on Debian and Ubuntu first: apt install fuse3 libfuse3-dev pkg-config gcc)"
         ) from error
+
+
+def _check_metrics(options: MountOptions) -> None:
+    if options.metrics is not None and find_spec("prometheus_client") is None:
+        raise MountError("-o metrics needs prometheus_client: pip install 'tectonicfs[fuse]'")
 
 
 def _check_device() -> None:

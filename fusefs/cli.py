@@ -78,3 +78,42 @@ def clone(source: str, target: str, *, meta_url: str | None, as_json: bool) -> N
         f"cloned {report.files} files ({format_size(report.bytes)}), {report.directories}"
         f" directories, {report.others} others"
     )
+
+
+# --- looking into a mount ---------------------------------------------------------------------
+
+
+@click.command()
+@click.argument("target", metavar="DIRECTORY|META_URL")
+@click.option("--once", is_flag=True, help="Show the figures since the mount, and end.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object per mount, on one line.")
+@click.option(
+    "--interval", type=click.FloatRange(min=0.1), metavar="SECONDS",
+    help="Time between two looks; with --json, look again and again.  [default: 1]",
+)  # fmt: skip
+def stats(target: str, *, once: bool, as_json: bool, interval: float | None) -> None:
+    """Show what a mount does and how long that takes: requests, metadata, stores, memory.
+
+    Given META_URL, all mounts of that volume on this machine. Works while the mount is stuck.
+    The rates and percentiles of the live view are those since the last look; percentiles are
+    exact to a factor of two.
+    """
+    from fusefs import watching
+
+    if as_json:
+        watching.print_lines(target, interval)
+    elif once:
+        watching.show_once(target)
+    else:
+        watching.show_live(target, interval or 1.0)
+
+
+@click.command("log-level")
+@click.argument("directory")
+@click.argument("level", metavar="debug|info|warning|error")
+def log_level(directory: str, level: str) -> None:
+    """Change how much the daemon of the mount on DIRECTORY logs, until it ends."""
+    from fusefs import watching
+
+    before = watching.ask_mount(directory, "log-level", level=level)
+    click.echo(f"log level of {directory} is now {level.upper()}, was {before}")

@@ -21,17 +21,22 @@ from fusefs import daemon, registry
 from fusefs.allocator import keep_freed_memory
 from fusefs.checks import check
 from fusefs.errors import root_cause
+from fusefs.inspection import Inspection, observable
 from fusefs.mounttable import FSTYPE, find_mount, mount_point
 from fusefs.notify import notify
 from fusefs.options import MountOptions
 from tectonic_client.errors import BadOption
-from tectonic_client.kv.urls import display_url
+from tectonic_client.kv.urls import absolute_url, display_url
 from tectonic_client.limits import FUSE_TASK_SHARE, THREAD_SWITCH_S
+from tectonic_client.recorder import Recorder
 from tectonic_client.volume import VolumeOptions, open_volume
 
 _log = logging.getLogger(__name__)
 
 _STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+_DUMP_SIGNAL: Final = signal.SIGUSR1
+"""Writes the flight recorder out."""
 
 _LOG_FORMAT: Final = "%(asctime)s %(levelname)s [%(process)d] %(name)s: %(message)s"
 
@@ -43,7 +48,7 @@ def mount(meta_url: str, directory: str, options: MountOptions) -> int:
     """
     place = check(directory, options)
     log_file = options.log_file or default_log_file()
-    url = _absolute(meta_url)
+    url = absolute_url(meta_url)
 
     def serve(on_ready: Callable[[], None]) -> None:
         _serve(url, place, options, log_file, on_ready)
@@ -63,7 +68,7 @@ def mount_foreground(meta_url: str, directory: str, options: MountOptions) -> No
     def on_ready() -> None:
         notify("READY=1")
 
-    _serve(_absolute(meta_url), place, options, options.log_file, on_ready)
+    _serve(absolute_url(meta_url), place, options, options.log_file, on_ready)
 
 
 def is_mounted(meta_url: str, directory: str) -> bool:
@@ -73,12 +78,7 @@ def is_mounted(meta_url: str, directory: str) -> bool:
     if found is None or found.fstype != FSTYPE:
         return False
     with registry.living_daemon(place, found.user_id) as living:
-        return living is not None and living.state.volume == display_url(_absolute(meta_url))
-
-
-def _absolute(meta_url: str) -> str:
-    """The daemon's working directory is /, so a relative path must be resolved before."""
-    return meta_url if "://" in meta_url else os.path.abspath(meta_url)
+        return living is not None and living.state.volume == display_url(absolute_url(meta_url))
 
 
 def _serve(
@@ -91,7 +91,10 @@ def _serve(
     sys.setswitchinterval(THREAD_SWITCH_S)
     claim = registry.claim(directory, display_url(meta_url), log_file)
     try:
-        trio.run(_serve_volume, meta_url, directory, options, on_ready)
+        trio.run(
+            _serve_volume, meta_url, directory, options, claim.socket_path,
+            os.path.dirname(log_file or default_log_file()), on_ready,
+        )  # fmt: skip
     except BaseException as error:
         claim.finish(f"{root_cause(error)}")
         raise
@@ -100,22 +103,31 @@ def _serve(
 
 
 async def _serve_volume(
-    meta_url: str, directory: str, options: MountOptions, on_ready: Callable[[], None]
-) -> None:
+    meta_url: str, directory: str, options: MountOptions, socket_path: str, log_directory: str,
+    on_ready: Callable[[], None],
+) -> None:  # fmt: skip
     # Loading pyfuse3 may fail; `check` has told the user what to do then.
+    from fusefs.operations import FuseOperations
     from fusefs.session import serve
 
     volume_options = VolumeOptions(
         memory_limit_bytes=options.memory_limit_bytes, read_only=options.read_only, client="mount",
+        read_cache_bytes=options.read_cache_bytes,
         metadata_deadline_s=options.metadata_timeout_s, store_deadline_s=options.store_timeout_s,
     )  # fmt: skip
     # Signals stay caught until the volume is flushed: a second one must not cut that short.
-    with trio.open_signal_receiver(*_STOP_SIGNALS) as signals:
+    with (
+        trio.open_signal_receiver(*_STOP_SIGNALS) as signals,
+        trio.open_signal_receiver(_DUMP_SIGNAL) as dump_signals,
+    ):
         async with open_volume(meta_url, volume_options) as volume:
-            await serve(
-                volume.filesystem, volume.record.name, directory, options,
-                signals=signals, on_ready=on_ready,
-            )  # fmt: skip
+            operations = FuseOperations(volume.filesystem, options, Recorder())
+            inspection = Inspection(directory, volume, operations)
+            async with observable(inspection, options, socket_path, log_directory, dump_signals):
+                await serve(
+                    operations, volume.record.name, directory, options,
+                    signals=signals, on_ready=on_ready,
+                )  # fmt: skip
             notify("STOPPING=1")
             _log.info("flushing")
 

@@ -51,10 +51,14 @@ def _unescape(text: str) -> str:
     return _ESCAPE.sub(lambda match: chr(int(match[1], 8)), text)
 
 
+def mounts() -> list[Mount]:
+    """All mounts that this process sees, those on top of others last."""
+    return parse_mountinfo(Path("/proc/self/mountinfo").read_text(errors="surrogateescape"))
+
+
 def find_mount(directory: str) -> Mount | None:
     """The topmost mount exactly on `directory`, a normalised path."""
-    text = Path("/proc/self/mountinfo").read_text(errors="surrogateescape")
-    found = [mount for mount in parse_mountinfo(text) if mount.directory == directory]
+    found = [mount for mount in mounts() if mount.directory == directory]
     return found[-1] if found else None
 
 

@@ -10,7 +10,7 @@ which path the bytes take:
 * Opening a changed file drops the kernel's attributes first: close-to-open.
 * No lookup counts are kept: inode numbers are never reused, and open files hold their inodes.
 
-`_guarded` wraps every handler; only FUSEError leaves them.
+`_guarded` wraps every handler: it records the request, and lets only FUSEError out.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from tectonic_client.limits import (
     READDIR_FIRST_PAGE,
     SCAN_PAGE_ROWS,
 )
+from tectonic_client.recorder import Recorder
 from tectonic_client.types import AttributeChanges, Attributes, Owner, RenameFlag
 
 if TYPE_CHECKING:
@@ -45,6 +46,9 @@ if TYPE_CHECKING:
 
 _STAT_BLOCK_BYTES: Final = 512
 """Unit of st_blocks (stat(2))."""
+
+_CANCELLED: Final = errno.EINTR
+"""What the recorder notes of a request that got no answer because the mount ended."""
 
 _PERMISSIONS: Final = 0o777
 """What umask= decides on."""
@@ -65,30 +69,76 @@ def _guarded(cls: _Class) -> _Class:
 
 
 def _guard(handler: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    name = handler.__name__
+    describe = _describer(handler)
+
     @functools.wraps(handler)
-    async def guarded(*arguments: Any) -> Any:
+    async def guarded(self: FuseOperations, *arguments: Any) -> Any:
+        recorder = self.recorder
+        activity = recorder.begin(name, *describe(self, arguments))
+        outcome, answer = _CANCELLED, None
         try:
-            return await handler(*arguments)
-        except pyfuse3.FUSEError:
+            answer = await handler(self, *arguments)
+            outcome = 0
+        except pyfuse3.FUSEError as error:
+            outcome = error.errno
             raise
         except Exception as error:  # noqa: BLE001 - whatever it is, the mount must live on
-            raise pyfuse3.FUSEError(errno_of(error, handler.__name__)) from None
+            outcome = errno_of(error, name)
+            raise pyfuse3.FUSEError(outcome) from None
+        finally:
+            recorder.end(activity, outcome, _transferred(name, answer))
+        return answer
 
     return guarded
+
+
+def _describer(
+    handler: Callable[..., object],
+) -> Callable[[FuseOperations, tuple[Any, ...]], tuple[int, int, int]]:
+    """What tells inode, offset and size (both 0 where there are none) of a handler's arguments."""
+    _, first, *others = inspect.signature(handler).parameters
+    if others[:2] == ["off", "size"]:
+        return lambda operations, a: (operations.inode_of(a[0]), a[1], a[2])
+    if others[:2] == ["off", "buf"]:
+        return lambda operations, a: (operations.inode_of(a[0]), a[1], len(a[2]))
+    if first == "fh":
+        return lambda operations, a: (operations.inode_of(a[0]), 0, 0)
+    if "inode" in first:
+        return lambda operations, a: (a[0], 0, 0)
+    return lambda operations, a: (0, 0, 0)
+
+
+def _transferred(name: str, answer: Any) -> int:
+    if answer is None:
+        return 0
+    if name == "read":
+        return len(answer)
+    return int(answer) if name == "write" else 0
 
 
 @_guarded
 class FuseOperations(pyfuse3.Operations):  # type: ignore[misc]  # pyfuse3 publishes no types
     """Handlers of one mount. Called by pyfuse3 on the trio loop."""
 
-    def __init__(self, filesystem: FileSystem, options: MountOptions) -> None:
+    def __init__(self, filesystem: FileSystem, options: MountOptions, recorder: Recorder) -> None:
         super().__init__()
+        self.recorder = recorder
         self._fs = filesystem
         self._options = options
-        self._versions = OpenedVersions()
+        self.versions = OpenedVersions()
         self._directories: dict[int, int] = {}
         """Inode of each open directory, for its entries "." and ".."."""
         self._follower = filesystem.follower
+
+    @property
+    def filesystem(self) -> FileSystem:
+        """What the requests are translated for."""
+        return self._fs
+
+    def inode_of(self, handle: int) -> int:
+        """The inode behind a handle, for the recorder."""
+        return self._fs.inode_of(handle)
 
     def _trusted_s(self, begun: Moment, timeout_s: float, *, pushes: bool) -> float:
         """How long the kernel may trust something that was read since `begun`."""
@@ -282,7 +332,7 @@ class FuseOperations(pyfuse3.Operations):  # type: ignore[misc]  # pyfuse3 publi
         if attributes.pushes:
             await self._follower.ready()  # pages of an open file have no time-out
         handle = await self._fs.open(inode, flags)
-        unchanged = self._versions.note_open(attributes)
+        unchanged = self.versions.note_open(attributes)
         if not unchanged:
             # ENOENT: the kernel has nothing of this inode to forget.
             with suppress(FileNotFoundError):

@@ -14,8 +14,10 @@ from typing import Any, Final, NamedTuple
 from tectonic_client.cli.parameters import format_size, parse_size
 from tectonic_client.errors import BadOption
 from tectonic_client.limits import (
+    CHUNK_CACHE_SHARE,
     DEFAULT_MEMORY_LIMIT_BYTES,
     METADATA_DEADLINE_S,
+    POOL_SHARE,
     PUSH_TIMEOUT_S,
     STORE_DEADLINE_S,
 )
@@ -34,13 +36,15 @@ class MountOptions:
     makes the call that waits for it fail.
 
     `uid`, `gid` and `umask` change how all files appear (as in mount.vfat), not what is stored.
-    `kernel` are the options that the kernel carries out by itself.
+    `metrics` is the address of the Prometheus endpoint. `kernel` are the options that the kernel
+    carries out by itself.
     """
 
     read_only: bool = False
     allow_other: bool = False
     nonempty: bool = False
     memory_limit_bytes: int = DEFAULT_MEMORY_LIMIT_BYTES
+    read_cache_bytes: int | None = None
     attr_timeout_s: float = 1.0
     entry_timeout_s: float = 1.0
     negative_timeout_s: float = 0.0
@@ -50,6 +54,7 @@ class MountOptions:
     uid: int | None = None
     gid: int | None = None
     umask: int | None = None
+    metrics: tuple[str, int] | None = None
     log_file: str | None = None
     log_level: int = logging.INFO
     kernel: frozenset[str] = frozenset()
@@ -115,6 +120,14 @@ def _mask(text: str) -> int:
     return value
 
 
+def _address(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]") or "127.0.0.1"
+    if not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise ValueError(f"{text!r} is not [ADDRESS:]PORT with a port from 1 to 65535")
+    return host, int(port)
+
+
 # --- the table --------------------------------------------------------------------------------
 
 
@@ -144,6 +157,11 @@ _TABLE: Final = (
         "Memory for data beyond the program's own"
         f" (default {format_size(DEFAULT_MEMORY_LIMIT_BYTES)}).",
         "SIZE", parse_size,
+    ),
+    _Option(
+        "read_cache", "read_cache_bytes",
+        f"Part of it that data read ahead may occupy (default {POOL_SHARE * CHUNK_CACHE_SHARE:.0%}"
+        " of it, no more).", "SIZE", parse_size,
     ),
     _Option(
         "attr_timeout", "attr_timeout_s",
@@ -177,6 +195,10 @@ _TABLE: Final = (
     _Option(
         "umask", "umask", "Permissions that all files appear to lack; they appear to have the"
         " others.", "OCTAL", _mask,
+    ),
+    _Option(
+        "metrics", "metrics", "Serve metrics for Prometheus here (ADDRESS by default 127.0.0.1).",
+        "[ADDRESS:]PORT", _address,
     ),
     _Option(
         "log_file", "log_file", "Where the daemon logs (default /var/log/tectonicfs.log, or below"

@@ -15,7 +15,7 @@ import os
 import stat
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Final
 
@@ -64,6 +64,10 @@ def _file_name(directory: str) -> str:
     return hashlib.sha256(os.fsencode(directory)).hexdigest()[:32] + ".json"
 
 
+def _socket_beside(path: str) -> str:
+    return path.removesuffix(".json") + ".sock"
+
+
 # --- the daemon's side ------------------------------------------------------------------------
 
 
@@ -74,6 +78,8 @@ class Claim:
         self._descriptor = descriptor
         self._path = path
         self._state = state
+        self.socket_path = _socket_beside(path)
+        """Where the daemon's control socket belongs; nobody else uses it while this lives."""
         self._write(None)
 
     def _write(self, outcome: str | None) -> None:
@@ -135,8 +141,9 @@ def _read(descriptor: int) -> DaemonState:
 class Daemon:
     """A daemon that was alive when it was found."""
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, descriptor: int, path: str) -> None:
         self._descriptor = descriptor
+        self.socket_path = _socket_beside(path)
         self.state = _read(descriptor)
 
     def wait(self, timeout_s: float, on_second: Callable[[float], None]) -> str | None:
@@ -180,9 +187,11 @@ def living_daemon(directory: str, user_id: int) -> Iterator[Daemon | None]:
             if os.fstat(descriptor).st_uid != user_id:
                 continue  # Anybody may make files in /tmp; theirs could name any process.
             if not _try_lock(descriptor):
-                yield Daemon(descriptor)
+                yield Daemon(descriptor, path)
                 return
             if _is_current(descriptor, path):
+                with suppress(FileNotFoundError):
+                    os.unlink(_socket_beside(path))
                 os.unlink(path)
         finally:
             os.close(descriptor)

@@ -46,7 +46,7 @@ def worker_tasks(memory_limit_bytes: int) -> int:
 
 
 async def serve(
-    filesystem: FileSystem, volume_name: str, directory: str, options: MountOptions,
+    operations: FuseOperations, volume_name: str, directory: str, options: MountOptions,
     *, signals: AsyncIterator[int], on_ready: Callable[[], None],
 ) -> None:  # fmt: skip
     """Mount and serve until the directory is unmounted or the first of `signals`.
@@ -54,14 +54,14 @@ async def serve(
     Calls `on_ready` once the mount has answered a stat. Raises MountError if it cannot be mounted
     or does not answer.
     """
-    _attach(FuseOperations(filesystem, options), volume_name, directory, options)
+    _attach(operations, volume_name, directory, options)
     tasks = worker_tasks(options.memory_limit_bytes)
     problems: list[str] = []
     try:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_stop_at_signal, signals)
             nursery.start_soon(_announce, directory, on_ready, problems)
-            with _following(filesystem, nursery) as cache:
+            with _following(operations.filesystem, nursery) as cache:
                 await pyfuse3.main(min_tasks=tasks, max_tasks=tasks)
             await cache.close()
             nursery.cancel_scope.cancel()

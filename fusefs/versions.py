@@ -14,6 +14,9 @@ class OpenedVersions:
     def __init__(self, capacity: int = MAX_REMEMBERED_OPENS) -> None:
         self._capacity = capacity
         self._versions: OrderedDict[int, tuple[int, int, int]] = OrderedDict()
+        self.kept = 0
+        self.dropped = 0
+        """Opens that did, and did not, find the version that the kernel has."""
 
     def note_open(self, attributes: Attributes) -> bool:
         """Note an open of the file; whether it is unchanged since the last one.
@@ -26,4 +29,6 @@ class OpenedVersions:
         self._versions[attributes.inode] = version
         if len(self._versions) > self._capacity:
             self._versions.popitem(last=False)
+        self.kept += unchanged
+        self.dropped += not unchanged
         return unchanged

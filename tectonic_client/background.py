@@ -65,6 +65,8 @@ class BackgroundTasks:
         self._cache = cache
         self._pool = pool
         self._signals = signals
+        self.last_heartbeat: float | None = None
+        """When a heartbeat last succeeded, on trio's clock."""
 
     def start(self, nursery: trio.Nursery, *, read_only: bool) -> None:
         """Run the tasks until the nursery is cancelled."""
@@ -81,6 +83,7 @@ class BackgroundTasks:
             await trio.sleep(HEARTBEAT_INTERVAL_S)
             try:
                 await self._kv.transact(lambda tx: heartbeat(tx, self._session_id))
+                self.last_heartbeat = trio.current_time()
             except SessionLost as error:
                 _log.error("%s", error)
                 return

@@ -365,3 +365,39 @@ MOUNT_READY_S: Final = 60.0
 UMOUNT_WAIT_S: Final = 240.0
 """How long umount waits for the daemon: longer than SHUTDOWN_DEADLINE_S for the
 flush and as much again for the requests in flight."""
+
+# --- looking into a client --------------------------------------------------------------------
+
+RECORDED_OPERATIONS: Final = 4096
+"""Ended operations that the flight recorder keeps, about 500 bytes each: seconds of a busy mount,
+minutes of a quiet one."""
+
+OLDEST_SHOWN: Final = 8
+"""Operations under way that `stats` shows: those that hold others up are the oldest."""
+
+RECORDER_DUMP_INTERVAL_S: Final = 60.0
+"""After an error the flight recorder is written out at most this often."""
+
+MAX_RECORDER_DUMPS: Final = 8
+"""Files that the flight recorder of one daemon writes, about 1.5 MB each; then it reuses them."""
+
+MAX_CONTROL_REQUEST_BYTES: Final = 4 * KiB
+"""Longest line that a daemon reads from its control socket: commands are a few words."""
+
+MAX_CONTROL_REPLY_BYTES: Final = 4 * MiB
+"""Longest line that is read from a daemon: the stats of a thousand stores."""
+
+MAX_CONTROL_CONNECTIONS: Final = 8
+"""Connections to the control socket served at once; others wait in the kernel's queue."""
+
+CONTROL_TIMEOUT_S: Final = 5.0
+"""A connection to the control socket that is not served by then is closed."""
+
+MAX_SCRAPES: Final = 4
+"""Requests for metrics answered at once."""
+
+MAX_SCRAPE_REQUEST_BYTES: Final = 8 * KiB
+"""Longest head of such a request."""
+
+SCRAPE_TIMEOUT_S: Final = 10.0
+"""Prometheus's own limit, unless told otherwise."""

@@ -30,6 +30,7 @@ from tectonic_client.chunkstore.open import (
     open_store,
 )
 from tectonic_client.chunkstore.port import ChunkStore
+from tectonic_client.chunkstore.wrappers import MeteredStore
 from tectonic_client.concurrency import unwrapped_groups
 from tectonic_client.errors import (
     BadOption,
@@ -246,7 +247,8 @@ class VolumeOptions:
     """How a client opens a volume.
 
     A metadata transaction, or an operation of a store, that got no answer within
-    `metadata_deadline_s` or `store_deadline_s` fails.
+    `metadata_deadline_s` or `store_deadline_s` fails. Chunks that were read may occupy
+    `read_cache_bytes` of the buffers, at most (and by default) CHUNK_CACHE_SHARE of them.
 
     `wrap_kv` and `wrap_store` put something around the engine and each store: measurement, delays,
     faults. They must keep the ports' contracts where they do not mean to break them.
@@ -255,6 +257,7 @@ class VolumeOptions:
     memory_limit_bytes: int = DEFAULT_MEMORY_LIMIT_BYTES
     read_only: bool = False
     client: str = "api"
+    read_cache_bytes: int | None = None
     metadata_deadline_s: float = METADATA_DEADLINE_S
     store_deadline_s: float = STORE_DEADLINE_S
     wrap_kv: Callable[[KV], KV] = lambda kv: kv
@@ -279,6 +282,7 @@ class Volume:
     session_id: int
     ids: IdAllocator
     stores: StoreSet
+    meters: dict[int, MeteredStore]
     debris: Debris
     pool: BufferPool
     writer: BlockWriter
@@ -324,6 +328,7 @@ class _Backend:
     record: VolumeRecord
     store_records: list[StoreRecord]
     stores: StoreSet
+    meters: dict[int, MeteredStore]
     debris: Debris
 
 
@@ -342,12 +347,13 @@ async def _connected(meta_url: str, options: VolumeOptions) -> AsyncIterator[_Ba
         kv = AsyncKV(options.wrap_kv(raw), deadline_s=options.metadata_deadline_s)
         record, store_records = await kv.read(load)
         debris = Debris()
-        stores = StoreSet(
-            await trio.to_thread.run_sync(_open_in_time, store_records, record, options, debris),
-            deadline_s=options.store_deadline_s, on_debris=debris.note,
-        )  # fmt: skip
+        opened = await trio.to_thread.run_sync(
+            _open_in_time, store_records, record, options, debris
+        )
+        meters = {store_id: MeteredStore(store) for store_id, store in opened.items()}
+        stores = StoreSet(meters, deadline_s=options.store_deadline_s, on_debris=debris.note)
         try:
-            yield _Backend(kv, record, store_records, stores, debris)
+            yield _Backend(kv, record, store_records, stores, meters, debris)
         finally:
             with trio.CancelScope(shield=True):
                 await stores.close()
@@ -385,7 +391,7 @@ def _assemble(
     geometry = Geometry(record.block_bytes, record.chunk_bytes, record.codec, record.level)
     writer = BlockWriter(record.uuid, geometry, stores, backend.store_records, pool)
     reader = BlockReader(record.uuid, stores, pool)
-    cache = ChunkCache(reader, pool, record.chunk_bytes, nursery)
+    cache = ChunkCache(reader, pool, record.chunk_bytes, nursery, options.read_cache_bytes)
     signals = Signals()
     pool.on_pressure = signals.memory_wanted
     session_id = ids.session_id
@@ -404,8 +410,9 @@ def _assemble(
     tasks = BackgroundTasks(kv, session_id, filesystem, cleaner, cache, pool, signals)
     return Volume(
         url=meta_url, record=record, options=options, kv=kv, session_id=session_id, ids=ids,
-        stores=stores, debris=backend.debris, pool=pool, writer=writer, reader=reader, cache=cache,
-        audience=audience, filesystem=filesystem, cleaner=cleaner, tasks=tasks, nursery=nursery,
+        stores=stores, meters=backend.meters, debris=backend.debris, pool=pool, writer=writer,
+        reader=reader, cache=cache, audience=audience, filesystem=filesystem,
+        cleaner=cleaner, tasks=tasks, nursery=nursery,
     )  # fmt: skip
 
 

@@ -27,8 +27,10 @@ from typing import Final
 
 import trio
 
+from tectonic_client.activity import MEMORY, Waiting
 from tectonic_client.errors import BadOption
 from tectonic_client.limits import CHUNK_HEADER_BYTES, MIN_BUFFER_BYTES
+from tectonic_client.metrics import Meter
 
 _MADV_POPULATE_WRITE: Final = 23
 """Linux 5.14: fault in all pages at once; Python's mmap module does not name it."""
@@ -132,11 +134,13 @@ class BufferPool:
         """Memory handed out, each buffer rounded up to its class."""
         self.peak_bytes = 0
         """The largest that `used_bytes` ever was."""
+        self.waits = Meter()
+        """Of acquires that had to wait."""
 
     @property
-    def waiting(self) -> bool:
-        """Whether somebody waits for memory."""
-        return bool(self._waiters)
+    def waiting(self) -> int:
+        """How many wait for memory."""
+        return len(self._waiters)
 
     # --- taking -------------------------------------------------------------------------------
 
@@ -165,7 +169,8 @@ class BufferPool:
             return buffers
         if self.on_pressure is not None:
             self.on_pressure()
-        return await self._wait(waiter)
+        with Waiting(MEMORY, self.waits):
+            return await self._wait(waiter)
 
     async def _wait(self, waiter: _Waiter) -> list[Buffer]:
         try:

@@ -26,10 +26,12 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import trio
 
+from tectonic_client.activity import STORE, Waiting
 from tectonic_client.blocks.buffers import Buffer
 from tectonic_client.chunkstore.port import ChunkInfo, ChunkKey, ChunkStore, StoreUsage
 from tectonic_client.errors import StoreUnavailable
 from tectonic_client.limits import STORE_PROBE_INTERVAL_S
+from tectonic_client.metrics import Meter
 
 if TYPE_CHECKING:
     from outcome import Outcome
@@ -170,14 +172,18 @@ class _Call(Generic[T]):
             buffer.lend()
         store = _AwaitedStore(self._lane.store, self.wait)
         trio.lowlevel.start_thread_soon(partial(work, store), self._deliver)
+        with Waiting(STORE, store=self._lane.store.name):
+            await self._wait()
+        if self._outcome is None:
+            raise self._lane.lose(self)
+        return self._outcome.unwrap()
+
+    async def _wait(self) -> None:
         left_s = self._lane.deadline_s
         while self._outcome is None and left_s > 0:
             with trio.CancelScope(shield=True, deadline=trio.current_time() + left_s):
                 await self._ended.wait()
             left_s = self.wait.left_s(self._lane.deadline_s)
-        if self._outcome is None:
-            raise self._lane.lose(self)
-        return self._outcome.unwrap()
 
     def _deliver(self, outcome: Outcome[T]) -> None:
         """In the thread, at its end."""
@@ -205,6 +211,8 @@ class Lane:
         self.deadline_s = deadline_s
         self._on_debris = on_debris
         self._slots = trio.CapacityLimiter(slots)
+        self.queue_waits = Meter()
+        """Of callers that had to wait for a slot."""
         self._queue: set[trio.CancelScope] = set()
         self._lost: set[_Call[Any]] = set()
         self._silent_since: float | None = None
@@ -214,6 +222,16 @@ class Lane:
     def lost(self) -> int:
         """Threads that have not come back from the store."""
         return len(self._lost)
+
+    @property
+    def running(self) -> int:
+        """Slots that are taken, those of lost calls too."""
+        return self._slots.borrowed_tokens
+
+    @property
+    def queued(self) -> int:
+        """Callers that wait in line for a slot."""
+        return len(self._queue)
 
     @asynccontextmanager
     async def slot(self) -> AsyncIterator[Slot]:
@@ -235,7 +253,8 @@ class Lane:
         with trio.CancelScope() as waiting:
             self._queue.add(waiting)
             try:
-                await self._slots.acquire_on_behalf_of(slot)
+                with Waiting(STORE, self.queue_waits, self.store.name):
+                    await self._slots.acquire_on_behalf_of(slot)
             finally:
                 self._queue.discard(waiting)
         if waiting.cancelled_caught:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import trio
 
@@ -18,6 +18,7 @@ from tectonic_client.blocks.calls import Lane, Slot
 from tectonic_client.chunkstore.port import ChunkStore, StoreUsage
 from tectonic_client.errors import StoreUnavailable
 from tectonic_client.limits import STORE_DEADLINE_S, STORE_READ_THREADS, STORE_WRITE_THREADS
+from tectonic_client.metrics import Measured
 
 _log = logging.getLogger(__name__)
 
@@ -26,6 +27,28 @@ T = TypeVar("T")
 
 def _nobody_listens(block_id: int) -> None:
     """For stores whose leftovers somebody else looks for."""
+
+
+class LaneLoad(NamedTuple):
+    """Calls at a moment: `queued` wait for a slot, `lost` got no answer in time; and all waits for
+    slots so far."""
+
+    running: int
+    queued: int
+    lost: int
+    queue_waits: Measured
+
+
+class StoreLoad(NamedTuple):
+    """How busy a store is."""
+
+    name: str
+    reads: LaneLoad
+    writes: LaneLoad
+
+
+def _load_of(lane: Lane) -> LaneLoad:
+    return LaneLoad(lane.running, lane.queued, lane.lost, lane.queue_waits.measured())
 
 
 class StoreSet:
@@ -52,6 +75,15 @@ class StoreSet:
     def ids(self) -> list[int]:
         """Ids of the stores that are open."""
         return sorted(self._stores)
+
+    def load(self) -> dict[int, StoreLoad]:
+        """How busy each store is at this moment."""
+        return {
+            store_id: StoreLoad(
+                store.name, _load_of(self._readers[store_id]), _load_of(self._writers[store_id])
+            )
+            for store_id, store in self._stores.items()
+        }
 
     def get(self, store_id: int) -> ChunkStore:
         """The store. Raises StoreUnavailable where the volume has none of this id open."""

@@ -10,12 +10,13 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final, Literal
 
 from tectonic_client.chunkstore.port import ChunkInfo, ChunkKey, ChunkStore, StoreUsage
 from tectonic_client.errors import NoSpace, TectonicError
 from tectonic_client.limits import ALIGNMENT_BYTES
+from tectonic_client.metrics import Measured, Meter
 
 Operation = Literal["put", "get_into", "head", "delete", "list", "usage"]
 
@@ -51,49 +52,6 @@ class _WrappedStore:
 
 # --- measurement ------------------------------------------------------------------------------
 
-_BUCKETS: Final = 40
-_NS_PER_S: Final = 1_000_000_000
-
-
-@dataclass(frozen=True, slots=True)
-class OperationMetrics:
-    """The calls of one operation so far. `buckets[i]` of them took less than 2**i microseconds
-    and no less than half of that (the last: anything above)."""
-
-    calls: int
-    errors: int
-    transferred_bytes: int
-    total_ns: int
-    buckets: tuple[int, ...]
-
-    def quantile_s(self, share: float) -> float:
-        """Seconds within which this share (0 to 1) of the calls ended, to a factor of two.
-
-        The upper bound of the bucket that holds it; 0 without calls.
-        """
-        left = share * self.calls
-        for exponent, count in enumerate(self.buckets):
-            left -= count
-            if left <= 0 and count:
-                return float(2**exponent / 1e6)
-        return 0.0
-
-
-@dataclass(slots=True)
-class _Meter:
-    calls: int = 0
-    errors: int = 0
-    transferred_bytes: int = 0
-    total_ns: int = 0
-    buckets: list[int] = field(default_factory=lambda: [0] * _BUCKETS)
-
-    def add(self, elapsed_ns: int, transferred_bytes: int, *, failed: bool) -> None:
-        self.calls += 1
-        self.errors += failed
-        self.transferred_bytes += transferred_bytes
-        self.total_ns += elapsed_ns
-        self.buckets[min((elapsed_ns // 1000).bit_length(), _BUCKETS - 1)] += 1
-
 
 class MeteredStore(_WrappedStore):
     """Counts and times every call but `list`, whose time is its consumer's."""
@@ -101,18 +59,12 @@ class MeteredStore(_WrappedStore):
     def __init__(self, inner: ChunkStore) -> None:
         super().__init__(inner)
         self._lock = threading.Lock()
-        self._meters: dict[Operation, _Meter] = {}
+        self._meters: dict[Operation, Meter] = {}
 
-    def metrics(self) -> dict[Operation, OperationMetrics]:
+    def measured(self) -> dict[Operation, Measured]:
         """A snapshot; operations that were never called are left out."""
         with self._lock:
-            return {
-                operation: OperationMetrics(
-                    meter.calls, meter.errors, meter.transferred_bytes, meter.total_ns,
-                    tuple(meter.buckets),
-                )
-                for operation, meter in self._meters.items()
-            }  # fmt: skip
+            return {operation: meter.measured() for operation, meter in self._meters.items()}
 
     def put(self, key: ChunkKey, parts: Sequence[memoryview]) -> None:
         with self._measured("put") as transfer:
@@ -145,7 +97,7 @@ class MeteredStore(_WrappedStore):
         finally:
             elapsed_ns = time.monotonic_ns() - started_ns
             with self._lock:
-                meter = self._meters.setdefault(operation, _Meter())
+                meter = self._meters.setdefault(operation, Meter())
                 meter.add(elapsed_ns, transfer.byte_count, failed=failed)
 
 

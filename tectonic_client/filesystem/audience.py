@@ -21,6 +21,7 @@ from typing import Final
 
 import trio
 
+from tectonic_client.activity import FOLLOWERS, Waiting, detach
 from tectonic_client.errors import TectonicError
 from tectonic_client.kv.executor import AsyncKV
 from tectonic_client.kv.port import ReadTransaction
@@ -87,7 +88,8 @@ class Audience:
             await self._kv.call(CHANGED)
         except TectonicError as error:
             _log.warning("followers look by themselves: %s", error)
-        await waiter.seen.wait()
+        with Waiting(FOLLOWERS):
+            await waiter.seen.wait()
 
     async def announce(self, positions: Positions) -> None:
         """Wake the followers without waiting for them."""
@@ -133,6 +135,7 @@ class Audience:
 
     async def _watch(self) -> None:
         """Look whenever a follower calls, as long as somebody waits."""
+        detach()
         assert self._wanted is not None
         async with self._kv.listen(SEEN) as listener:
             while True:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 import trio
 
+from tectonic_client.activity import STORE, Waiting, detach
 from tectonic_client.blocks.buffers import BufferPool
 from tectonic_client.blocks.reader import BlockReader, VerifiedRange
 from tectonic_client.errors import TectonicError
@@ -40,20 +41,30 @@ class Line:
 
 
 class ChunkCache:
-    """Used from the event loop only."""
+    """Used from the event loop only. Holds `limit_bytes` (by default and at most its share of the
+    pool) and at least one chunk."""
 
     def __init__(
-        self, reader: BlockReader, pool: BufferPool, chunk_bytes: int, nursery: trio.Nursery
-    ) -> None:
+        self, reader: BlockReader, pool: BufferPool, chunk_bytes: int, nursery: trio.Nursery,
+        limit_bytes: int | None = None,
+    ) -> None:  # fmt: skip
         self._reader = reader
         self._pool = pool
         self._chunk_bytes = chunk_bytes
         self._nursery = nursery
-        self._capacity = max(1, int(pool.capacity_bytes * CHUNK_CACHE_SHARE) // chunk_bytes)
+        share_bytes = int(pool.capacity_bytes * CHUNK_CACHE_SHARE)
+        size_bytes = share_bytes if limit_bytes is None else min(limit_bytes, share_bytes)
+        self._capacity = max(1, size_bytes // chunk_bytes)
         self._lines: OrderedDict[tuple[int, int], Line] = OrderedDict()
         self._closed = False
         self.hits = 0
         self.misses = 0
+        self.prefetches = 0
+
+    @property
+    def chunks(self) -> int:
+        """Chunks in memory or on their way."""
+        return len(self._lines)
 
     def peek(self, block_id: int, index: int, start: int, end: int) -> memoryview | None:
         """Bytes [start, end) of a chunk if it is in memory; valid until the next await."""
@@ -83,7 +94,8 @@ class ChunkCache:
         self._lines.move_to_end((block_id, index))
         line.users += 1
         try:
-            await line.ready.wait()
+            with Waiting(STORE):
+                await line.ready.wait()
         finally:
             line.users -= 1
         if line.error is not None:
@@ -97,6 +109,7 @@ class ChunkCache:
         self._make_room(self._evict_finished)
         free = self._pool.capacity_bytes - self._pool.used_bytes
         if len(self._lines) < self._capacity and free >= 2 * self._chunk_bytes:
+            self.prefetches += 1
             self._start(block_id, record, index, context)
 
     def _start(self, block_id: int, record: BlockRecord, index: int, context: str) -> Line:
@@ -107,6 +120,7 @@ class ChunkCache:
     async def _load(
         self, key: tuple[int, int], record: BlockRecord, context: str, line: Line
     ) -> None:
+        detach()
         block_id, index = key
         start = index * record.chunk_bytes
         length = min(record.chunk_bytes, record.length - start)

@@ -91,6 +91,10 @@ class FileSystem:
         """The open files, for the volume's background tasks."""
         return self._files
 
+    def inode_of(self, handle: int) -> int:
+        """The inode behind a handle, 0 where there is no such handle."""
+        return self._handles.inode_of(handle)
+
     def _require_writable(self) -> None:
         if self._read_only:
             raise ReadOnly("the volume was opened read-only")

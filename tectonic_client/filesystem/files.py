@@ -95,6 +95,11 @@ class Files:
         """The shared state of an open inode."""
         return self._open.get(inode)
 
+    @property
+    def open_inodes(self) -> int:
+        """How many files are open."""
+        return len(self._open)
+
     async def forget(self, found: Sequence[Change]) -> None:
         """Other clients changed these (see `follower.Cache`)."""
         for change in found:

@@ -160,6 +160,13 @@ class HandleTable:
             raise BadHandle(f"{number} is not an open directory")
         return handle
 
+    def inode_of(self, number: int) -> int:
+        """The inode behind a handle, 0 for an unknown number."""
+        handle = self._handles.get(number)
+        if isinstance(handle, FileHandle):
+            return handle.state.inode
+        return 0 if handle is None else handle.inode
+
     def remove(self, number: int) -> None:
         """The number is not used again."""
         self._handles.pop(number, None)

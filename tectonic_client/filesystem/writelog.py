@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 import trio
 
+from tectonic_client.activity import STORE, Waiting, detach
 from tectonic_client.blocks.buffers import Buffer, BufferPool
 from tectonic_client.blocks.writer import BlockWriter, OpenBlock
 from tectonic_client.errors import TectonicError
@@ -91,6 +92,11 @@ class WriteLog:
     def empty(self) -> bool:
         """Whether there is nothing to seal or to abandon."""
         return not self._blocks
+
+    @property
+    def unflushed_bytes(self) -> int:
+        """Bytes that were appended and not yet published."""
+        return sum(block.length for block in self._blocks)
 
     @property
     def holds_buffer(self) -> bool:
@@ -165,6 +171,7 @@ class WriteLog:
         self._services.nursery.start_soon(self._put, current.block, index, filling)
 
     async def _put(self, block: OpenBlock, index: int, filling: _Filling) -> None:
+        detach()
         # When the client is cancelled its last flush still needs this chunk.
         with trio.CancelScope(shield=True):
             try:
@@ -180,7 +187,8 @@ class WriteLog:
     async def _settle(self) -> None:
         async with self._settled:
             while self._in_flight:
-                await self._settled.wait()
+                with Waiting(STORE):
+                    await self._settled.wait()
 
     def _raise_error(self) -> None:
         if self.error is not None:

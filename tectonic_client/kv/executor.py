@@ -19,6 +19,7 @@ from typing import Protocol, TypeVar, runtime_checkable
 
 import trio
 
+from tectonic_client.activity import METADATA, Waiting
 from tectonic_client.errors import MetadataUnavailable, UnknownOutcome
 from tectonic_client.kv.listening import AsyncListener
 from tectonic_client.kv.port import KV, ReadTransaction, Transaction
@@ -27,6 +28,7 @@ from tectonic_client.limits import (
     METADATA_READ_THREADS,
     METADATA_WRITE_THREADS,
 )
+from tectonic_client.metrics import Meter
 
 T = TypeVar("T")
 
@@ -55,6 +57,11 @@ class AsyncKV:
         # Apart from each other, so that writers that wait for a lock leave room to read.
         self._read_threads = trio.CapacityLimiter(METADATA_READ_THREADS)
         self._write_threads = trio.CapacityLimiter(METADATA_WRITE_THREADS)
+        self.reads = Meter()
+        self.transactions = Meter()
+        """With their waiting for threads, locks and each other."""
+        self.retries = 0
+        """Times that a transaction's function was run again, because what it had done was lost."""
 
     @property
     def sync(self) -> KV:
@@ -64,9 +71,11 @@ class AsyncKV:
     async def read(self, fn: Callable[[ReadTransaction], T]) -> T:
         """As `KV.read`."""
         if self._kv.reads_may_block:
-            return await trio.to_thread.run_sync(self._kv.read, fn, limiter=self._read_threads)
+            with Waiting(METADATA, self.reads):
+                return await trio.to_thread.run_sync(self._kv.read, fn, limiter=self._read_threads)
         await trio.lowlevel.checkpoint()
-        return self._kv.read(fn)
+        with Waiting(METADATA, self.reads):
+            return self._kv.read(fn)
 
     async def transact(
         self, fn: Callable[[Transaction], T], *, durable: bool = False, brief: bool = False
@@ -75,6 +84,20 @@ class AsyncKV:
 
         `brief` says that `fn` touches a handful of rows: the event loop may run it itself.
         """
+        runs = 0
+
+        def counted(tx: Transaction) -> T:
+            nonlocal runs
+            runs += 1
+            return fn(tx)
+
+        with Waiting(METADATA, self.transactions):
+            try:
+                return await self._transact(counted, durable=durable, brief=brief)
+            finally:
+                self.retries += max(runs - 1, 0)
+
+    async def _transact(self, fn: Callable[[Transaction], T], *, durable: bool, brief: bool) -> T:
         if self._queue is None:
             call = partial(self._kv.transact, fn, durable=durable)
             return await trio.to_thread.run_sync(call, limiter=self._write_threads)

@@ -1,8 +1,14 @@
-"""Metadata URLs as messages show them."""
+"""Metadata URLs as messages and daemons show them."""
 
 from __future__ import annotations
 
+import os
 from urllib.parse import unquote
+
+
+def absolute_url(url: str) -> str:
+    """`url` with the working directory in it, where it is a relative path."""
+    return url if "://" in url else os.path.abspath(url)
 
 
 def display_url(url: str) -> str:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 import trio
 
 from fusefs.allocator import keep_freed_memory
+from fusefs.operations import FuseOperations
 from fusefs.options import parse_options
 from fusefs.session import serve
 from tectonic_client import errors
@@ -28,6 +29,7 @@ from tectonic_client.filesystem.namespace import Found
 from tectonic_client.kv.executor import AsyncKV
 from tectonic_client.kv.memory import MemoryKV
 from tectonic_client.limits import MiB
+from tectonic_client.recorder import Recorder
 from tectonic_client.types import (
     ROOT_INODE,
     AttributeChanges,
@@ -90,6 +92,9 @@ class MemoryFileSystem:
         if node is None:
             raise errors.StaleHandle(f"inode {inode} is gone")
         return node
+
+    def inode_of(self, handle: int) -> int:
+        return handle
 
     async def lookup(self, parent: int, name: bytes) -> Attributes:
         await trio.lowlevel.checkpoint()
@@ -216,9 +221,11 @@ class MemoryFileSystem:
 
 async def _main(directory: str, fsname: str, options: str = "") -> None:
     filesystem = MemoryFileSystem(broken=fsname == "broken")
+    parsed = parse_options([options])
     with trio.open_signal_receiver(signal.SIGTERM) as signals:
         await serve(
-            filesystem, fsname, directory, parse_options([options]),  # type: ignore[arg-type]
+            FuseOperations(filesystem, parsed, Recorder()),  # type: ignore[arg-type]
+            fsname, directory, parsed,
             signals=signals, on_ready=lambda: print("ready", flush=True),
         )  # fmt: skip
 

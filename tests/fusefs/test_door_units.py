@@ -101,6 +101,14 @@ def test_options_for_mount8_are_passed_over_and_those_of_the_kernel_kept() -> No
     assert parse_options(["what=ever,ro"], sloppy=True) == MountOptions(read_only=True)
 
 
+def test_metrics_are_served_locally_unless_told_otherwise() -> None:
+    """The address may be left out, a name, or an IPv6 address in brackets."""
+    texts = ["9100", ":9100", "0.0.0.0:1", "[::1]:65535", "host:9100"]
+    found = [parse_options([f"metrics={text}"]).metrics for text in texts]
+    local = ("127.0.0.1", 9100)
+    assert found == [local, local, ("0.0.0.0", 1), ("::1", 65535), ("host", 9100)]
+
+
 def test_owners_are_numbers_or_names() -> None:
     """uid= and gid= take both; umask= is octal."""
     found = parse_options(["uid=root,gid=77,umask=027"])
@@ -114,6 +122,9 @@ def test_owners_are_numbers_or_names() -> None:
         ("gid=4294967295", "gid: 4294967295 is too large"),
         ("umask=9", "umask: '9' is not an octal number"),
         ("umask=-1", "umask: '-1' is not an octal number"),
+        ("metrics=nowhere", "metrics: 'nowhere' is not"),
+        ("metrics=:65536", "metrics: ':65536' is not"),
+        ("metrics=host:0", "metrics: 'host:0' is not"),
         ("no_such", "unknown mount option 'no_such'; known are ro, rw, allow_other"),
         ("memory_limit=lots", "memory_limit: 'lots' is not a size"),
         ("memory_limit", "memory_limit needs a value"),
@@ -133,7 +144,7 @@ def test_the_help_names_all_options() -> None:
     """`mount --help` shows each option of -o once, with its value's name and its meaning."""
     text = CliRunner().invoke(mount, ["--help"]).output
     for name in KNOWN_OPTIONS.replace("...", "").split(", "):
-        found = re.findall(rf"^    {name}[A-Z]*  +[A-Z`d]", text, re.MULTILINE)
+        found = re.findall(rf"^    {name}\S*  +[A-Z`d]", text, re.MULTILINE)
         assert len(found) == 1, name
     assert "default 256" in text
 
