@@ -334,9 +334,14 @@ class FuseOperations(pyfuse3.Operations):  # type: ignore[misc]  # pyfuse3 publi
         handle = await self._fs.open(inode, flags)
         unchanged = self.versions.note_open(attributes)
         if not unchanged:
-            # ENOENT: the kernel has nothing of this inode to forget.
-            with suppress(FileNotFoundError):
-                pyfuse3.invalidate_inode(inode, attr_only=True)
+            try:
+                # ENOENT: the kernel has nothing of this inode to forget.
+                with suppress(FileNotFoundError):
+                    pyfuse3.invalidate_inode(inode, attr_only=True)
+            except BaseException:
+                self._versions.forget(inode)
+                await self._fs.release(handle)
+                raise
         direct = _bypasses_page_cache(flags)
         return pyfuse3.FileInfo(fh=handle, direct_io=direct, keep_cache=unchanged)
 

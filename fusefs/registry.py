@@ -12,14 +12,17 @@ import fcntl
 import hashlib
 import json
 import os
+import signal
 import stat
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Final
 
 from tectonic_client.errors import MountError
+from tectonic_client.limits import DAEMON_EXIT_S
 
 CLEAN: Final = "clean"
 
@@ -84,8 +87,9 @@ class Claim:
 
     def _write(self, outcome: str | None) -> None:
         state = replace(self._state, outcome=outcome)
-        os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, json.dumps(asdict(state)).encode(), 0)
+        data = json.dumps(asdict(state)).encode()
+        os.pwrite(self._descriptor, data, 0)
+        os.ftruncate(self._descriptor, len(data))
 
     def finish(self, outcome: str) -> None:
         """Say how the daemon ended. The lock stays until the process is gone."""
@@ -146,22 +150,51 @@ class Daemon:
         self.socket_path = _socket_beside(path)
         self.state = _read(descriptor)
 
+    def terminate(self, user_id: int) -> None:
+        """Tell it to end, if it belongs to `user_id`. Raises MountError where it does not.
+
+        It is known by the lock that it holds: what the file says is its owner's word, and must not
+        make root send signals to whom they like.
+        """
+        holder = _holder(self._descriptor)
+        try:
+            process = os.pidfd_open(holder)
+        except OSError:
+            return  # it has just ended, or cannot be seen from here
+        try:
+            if _holder(self._descriptor) == holder:
+                if os.stat(f"/proc/{holder}").st_uid != user_id:
+                    raise MountError(
+                        f"pid {holder}, which serves {self.state.directory}, does not belong to"
+                        f" user {user_id}: look at it, and end it yourself"
+                    )
+                signal.pidfd_send_signal(process, signal.SIGTERM)
+        except (ProcessLookupError, FileNotFoundError):
+            return
+        finally:
+            os.close(process)
+
     def wait(self, timeout_s: float, on_second: Callable[[float], None]) -> str | None:
         """Wait until the process is gone; how it ended, None for not by its own will.
 
-        Calls `on_second` with the seconds waited so far. Raises MountError at the timeout.
+        A thread that hangs in the kernel (a frozen device) keeps a process that has said how it
+        ended: that word counts after DAEMON_EXIT_S. Calls `on_second` with the seconds waited so
+        far. Raises MountError at the timeout.
         """
         # Taking the lock blocks without a timeout of its own; the thread goes with the process.
         waiter = threading.Thread(
             target=fcntl.flock, args=(self._descriptor, fcntl.LOCK_EX), daemon=True
         )
         waiter.start()
-        waited_s = 0.0
+        waited_s, ended_s = 0.0, 0.0
         while waited_s < timeout_s:
             step_s = min(1.0, timeout_s - waited_s)
             waiter.join(step_s)
+            outcome = self._outcome()
             if not waiter.is_alive():
-                return _read(self._descriptor).outcome
+                return outcome
+            if outcome is not None and (ended_s := ended_s + step_s) > DAEMON_EXIT_S:
+                return outcome
             waited_s += step_s
             if waited_s < timeout_s:
                 on_second(waited_s)
@@ -169,6 +202,26 @@ class Daemon:
             f"the daemon (pid {self.state.pid}) is still flushing after {timeout_s:.0f} s:"
             " wait for it to end, or look at its log"
         )
+
+    def _outcome(self) -> str | None:
+        try:
+            return _read(self._descriptor).outcome
+        except MountError:  # it is writing it now
+            return None
+
+
+def _holder(descriptor: int) -> int:
+    """The process that holds the file's lock, as the kernel tells (proc_locks(5)).
+
+    Raises MountError where it tells nothing.
+    """
+    found = os.fstat(descriptor)
+    file = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
+    for line in Path("/proc/locks").read_text().splitlines():
+        fields = line.split()
+        if fields[1] == "FLOCK" and fields[5] == file:
+            return int(fields[4])
+    raise MountError("who serves the mount cannot be told: it just ended, or /proc is restricted")
 
 
 @contextmanager

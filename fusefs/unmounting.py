@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 from collections.abc import Callable
 
 from fusefs import registry
@@ -37,7 +36,7 @@ def unmount(
         if daemon is None:
             return _clean_up(place, found)
         if found is not None:
-            _detach_living(place, daemon, lazy=lazy, force=force)
+            _detach_living(found, daemon, lazy=lazy, force=force)
         if lazy:
             return f"{place} is detached; its daemon flushes and ends when its last file is closed"
         return _await_end(place, daemon, timeout_s, on_second)
@@ -50,12 +49,12 @@ def _clean_up(place: str, found: Mount | None) -> str:
     return f"{place} is unmounted; its daemon was gone already, without flushing"
 
 
-def _detach_living(place: str, daemon: Daemon, *, lazy: bool, force: bool) -> None:
+def _detach_living(found: Mount, daemon: Daemon, *, lazy: bool, force: bool) -> None:
     if force:
         # It detaches the directory itself, in use or not, and then flushes.
-        os.kill(daemon.state.pid, signal.SIGTERM)
+        daemon.terminate(found.user_id)
     else:
-        detach(place, lazy=lazy)
+        detach(found.directory, lazy=lazy)
 
 
 def _await_end(

@@ -32,3 +32,7 @@ class OpenedVersions:
         self.kept += unchanged
         self.dropped += not unchanged
         return unchanged
+
+    def forget(self, inode: int) -> None:
+        """The open that was noted last failed: what pages the kernel has is not known."""
+        self._versions.pop(inode, None)

@@ -8,6 +8,8 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import TypeVar
 
 import trio
 
@@ -17,16 +19,19 @@ from tectonic_client.filesystem.chunkcache import ChunkCache
 from tectonic_client.filesystem.core import FileSystem
 from tectonic_client.kv.executor import AsyncKV
 from tectonic_client.limits import (
+    CLEANUP_AT_START_S,
     CLEANUP_INTERVAL_S,
     DEAD_BLOCK_GRACE_S,
     DIRTY_EXPIRY_S,
     HEARTBEAT_INTERVAL_S,
     MEMORY_RETRY_S,
 )
-from tectonic_client.metadata.sessions import heartbeat
+from tectonic_client.metadata.sessions import claim_cleaning, heartbeat
 from tectonic_client.upkeep.leftovers import Cleaner
 
 _log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class Signals:
@@ -127,16 +132,24 @@ class BackgroundTasks:
             self._signals.orphans.discard(inode)
 
     async def _clean_up(self) -> None:
-        """Look after what dead clients left: at the start, then now and then."""
-        while True:
-            await self._attempt(self._cleaner.clean_dead_sessions)
-            await self._attempt(self._cleaner.reclaim_abandoned_orphans)
-            await self._attempt(self._cleaner.delete_dead_blocks)
-            await self._attempt(self._cleaner.trim_changes)
-            # Jitter keeps thousands of clients from looking at the same moment.
-            await trio.sleep(CLEANUP_INTERVAL_S * random.uniform(0.5, 1.5))
+        """Look after what dead clients left: at the start, then now and then.
 
-    async def _attempt(self, work: Callable[[], Awaitable[int | None]]) -> int | None:
+        Looking reads every session, so of many clients only one does it at a time.
+        """
+        interval_s = CLEANUP_AT_START_S
+        while True:
+            claim = partial(claim_cleaning, interval_s=interval_s)
+            left_s = await self._attempt(partial(self._kv.transact, claim))
+            if not left_s:  # also where it could not be told
+                await self._attempt(self._cleaner.clean_dead_sessions)
+                await self._attempt(self._cleaner.reclaim_abandoned_orphans)
+                await self._attempt(self._cleaner.delete_dead_blocks)
+                await self._attempt(self._cleaner.trim_changes)
+            interval_s = CLEANUP_INTERVAL_S
+            # Jitter keeps thousands of clients from asking at the same moment.
+            await trio.sleep((left_s or interval_s) + random.uniform(0, interval_s / 2))
+
+    async def _attempt(self, work: Callable[[], Awaitable[T]]) -> T | None:
         try:
             return await work()
         except TectonicError as error:

@@ -324,8 +324,14 @@ MEMORY_RETRY_S: Final = 0.02
 SHUTDOWN_DEADLINE_S: Final = 120.0
 """Closing a client flushes what is dirty; whatever hangs longer than this is given up."""
 
+SLOW_STEP_S: Final = 1.0
+"""A step of closing a client that takes longer is told of in the log."""
+
 CLEANUP_INTERVAL_S: Final = 60.0
-"""How often a client looks for dead sessions and what they left."""
+"""How often some client looks for dead sessions and what they left."""
+
+CLEANUP_AT_START_S: Final = 1.0
+"""A new client does so unless another began within this: ranks that start together need not."""
 
 DEAD_BLOCK_GRACE_S: Final = 30.0
 """While other sessions live, chunks of a deleted block stay readable for this long."""
@@ -361,6 +367,9 @@ MAX_REMEMBERED_OPENS: Final = 16_384
 
 MOUNT_READY_S: Final = 60.0
 """A new mount that has not answered a stat by then is given up."""
+
+DAEMON_EXIT_S: Final = 3.0
+"""How long umount waits for a daemon that has said how it ended and is not gone yet."""
 
 UMOUNT_WAIT_S: Final = 240.0
 """How long umount waits for the daemon: longer than SHUTDOWN_DEADLINE_S for the

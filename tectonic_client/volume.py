@@ -65,6 +65,7 @@ from tectonic_client.limits import (
     MIN_POOL_CHUNKS,
     POOL_SHARE,
     SHUTDOWN_DEADLINE_S,
+    SLOW_STEP_S,
     STORE_DEADLINE_S,
     MiB,
 )
@@ -355,10 +356,10 @@ async def _connected(meta_url: str, options: VolumeOptions) -> AsyncIterator[_Ba
         try:
             yield _Backend(kv, record, store_records, stores, meters, debris)
         finally:
-            with trio.CancelScope(shield=True):
+            with trio.CancelScope(shield=True), _told_if_slow("closing the stores"):
                 await stores.close()
     finally:
-        with trio.CancelScope(shield=True):
+        with trio.CancelScope(shield=True), _told_if_slow("closing the metadata"):
             await trio.to_thread.run_sync(raw.close)
 
 
@@ -369,16 +370,23 @@ async def _session(backend: _Backend, options: VolumeOptions) -> AsyncIterator[I
     if options.read_only:
         yield IdAllocator(kv, 0)
         return
-    session_id = await kv.transact(lambda tx: sessions.open_session(tx, options.client))
+
+    def register(tx: Transaction) -> tuple[int, SessionRecord | None]:
+        session_id = sessions.open_session(tx, options.client)
+        return session_id, sessions.read_session(tx, session_id)
+
+    session_id, record = await kv.transact(register)
+    assert record is not None, "it was written in the same transaction"
     ids = IdAllocator(kv, session_id)
     try:
         yield ids
     finally:
         leases = backend.debris.clean_leases(ids.leases)
-        with trio.CancelScope(shield=True):
+        with trio.CancelScope(shield=True), _told_if_slow("ending the session"):
             try:
                 await kv.transact(lambda tx: sessions.end_session(tx, session_id, leases))
             except TectonicError as error:
+                sessions.note_ended(record)
                 _log.warning("session %d is left to be cleaned up: %s", session_id, error)
 
 
@@ -498,17 +506,34 @@ async def _shut_down(volume: Volume) -> None:
         with trio.CancelScope(shield=True, deadline=trio.current_time() + SHUTDOWN_DEADLINE_S):
             await _attempt(volume, volume.filesystem.follower.stop)
             try:
-                await volume.filesystem.sync(durable=False)
+                with _told_if_slow("flushing"):
+                    await volume.filesystem.sync(durable=False)
                 failure = None
             except TectonicError as error:
                 failure = error
-            await _collect_garbage(volume)
+            else:
+                with _told_if_slow("removing garbage"):
+                    await _collect_garbage(volume)
     finally:
         if failure is not None:
             # What could not be flushed may lie in the stores, under any lease.
             volume.debris.note_leases(volume.ids.leases)
+            if inodes := volume.filesystem.unflushed():
+                _log.error("lost, because they could not be flushed: inodes %s", inodes)
     if failure is not None:
         raise failure
+
+
+@contextmanager
+def _told_if_slow(step: str) -> Iterator[None]:
+    """Whoever waits for a client to end finds in the log what it waited for."""
+    started = time.monotonic()
+    try:
+        yield
+    finally:
+        took_s = time.monotonic() - started
+        if took_s > SLOW_STEP_S:
+            _log.warning("%s took %.1f s", step, took_s)
 
 
 async def _collect_garbage(volume: Volume) -> None:

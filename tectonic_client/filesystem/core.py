@@ -18,10 +18,12 @@ import trio
 
 from tectonic_client.errors import (
     CorruptionError,
+    MetadataUnavailable,
     NoSuchAttribute,
     NotFound,
     ReadOnly,
     TectonicError,
+    UnknownOutcome,
 )
 from tectonic_client.filesystem import namespace, policies
 from tectonic_client.filesystem.cloning import Cloner, CloneReport
@@ -429,17 +431,28 @@ class FileSystem:
     # --- the whole ----------------------------------------------------------------------------
 
     async def sync(self, *, durable: bool = True) -> None:
-        """Flush every open file. Raises the first error after all were tried."""
+        """Flush every open file. Raises the first error after all were tried.
+
+        Where the metadata do not answer, the others are not tried: each would wait as long.
+        """
         first: TectonicError | None = None
         for state in self._files.dirty():
             try:
                 await self._files.flush(state)
+            except (MetadataUnavailable, UnknownOutcome):
+                raise
             except TectonicError as error:
+                path = await self._path_of(state.inode)
+                _log.error("%s could not be flushed: %s", path, error)
                 first = first or error
         if durable:
             await self._files.sync_metadata()
         if first is not None:
             raise first
+
+    def unflushed(self) -> list[int]:
+        """Inodes with written bytes that no flush has published."""
+        return [state.inode for state in self._files.dirty()]
 
     async def flush_idle_buffers(self) -> None:
         """Publish open files that hold memory, the longest dirty first, so that others get it."""

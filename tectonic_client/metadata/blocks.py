@@ -8,12 +8,12 @@ cannot both overlook that the other left. Functions over a transaction.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from tectonic_client.errors import ChunkMissing, CorruptRecord
 from tectonic_client.kv.port import ReadTransaction, Transaction
-from tectonic_client.limits import SCAN_PAGE_ROWS
 from tectonic_client.metadata import keys
+from tectonic_client.metadata.scans import scan_layer
 from tectonic_client.records import BlockRecord, DeadBlockRecord, OwnerRecord
 
 
@@ -87,10 +87,11 @@ def owners(tx: ReadTransaction, block_id: int) -> list[int]:
     return [int.from_bytes(key[-8:]) for key, _ in tx.scan(start, end)]
 
 
-def dead_blocks(tx: ReadTransaction) -> list[tuple[int, DeadBlockRecord]]:
-    """A page of the blocks whose chunks are still to be deleted."""
-    rows = tx.scan(keys.DEAD_BLOCK, keys.prefix_end(keys.DEAD_BLOCK), limit=SCAN_PAGE_ROWS)
-    return [(keys.parse_group(key), DeadBlockRecord.decode(value)) for key, value in rows]
+def dead_blocks(tx: ReadTransaction) -> Iterator[tuple[int, DeadBlockRecord]]:
+    """The blocks whose chunks are still to be deleted, fetched page by page."""
+    for page in scan_layer(tx, keys.DEAD_BLOCK):
+        for key, value in page:
+            yield keys.parse_group(key), DeadBlockRecord.decode(value)
 
 
 def forget_dead_blocks(tx: Transaction, block_ids: Sequence[int]) -> None:

@@ -53,6 +53,7 @@ CHANGE_EVENT: Final = b"\x01"
 VOLUME: Final = GLOBAL + b"volume"
 STORES: Final = GLOBAL + b"store/"
 NEXT_LEASE: Final = GLOBAL + b"next-lease"
+LAST_CLEANING: Final = GLOBAL + b"last-cleaning"
 
 
 def group(layer: bytes, group_id: int) -> bytes:

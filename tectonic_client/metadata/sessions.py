@@ -141,11 +141,27 @@ def living(tx: ReadTransaction, session_ids: Collection[int]) -> set[int]:
 
 def shows_life(record: SessionRecord, now_ns: int) -> bool:
     """Whether a session's process exists (on this host) or its heartbeat is recent (elsewhere)."""
+    if _identity(record) in _ended_here:
+        return False
     if record.host == this_host().identity and sees_all_processes():
         ticks = process_started_ticks(record.pid)
         if ticks is not None or not _is_hidden(record.pid):
             return ticks == record.pid_started_ticks
     return now_ns - record.heartbeat_ns < SESSION_EXPIRY_S * _NS_PER_S
+
+
+_ended_here: set[tuple[str, int, int, int]] = set()
+"""Sessions of this process that ended, although their records are still there."""
+
+
+def _identity(record: SessionRecord) -> tuple[str, int, int, int]:
+    return record.host, record.pid, record.pid_started_ticks, record.started_ns
+
+
+def note_ended(record: SessionRecord) -> None:
+    """A session of this process ended and could not remove its record: it lives no more, though
+    its process does."""
+    _ended_here.add(_identity(record))
 
 
 def _is_hidden(pid: int) -> bool:
@@ -201,6 +217,23 @@ def end_session(tx: Transaction, session_id: int, leases: list[int]) -> None:
     tx.delete(keys.follower(session_id))
     for number in leases:
         tx.delete(keys.lease(number))
+
+
+# --- whose turn it is to clean ----------------------------------------------------------------
+
+
+def claim_cleaning(tx: Transaction, interval_s: float) -> float:
+    """0 where it is this client's turn to look after the dead, because nobody began to do so for
+    `interval_s`; else the seconds until it is somebody's."""
+    data = tx.get(keys.LAST_CLEANING)
+    now_ns = tx.now_ns()
+    if data is not None:
+        age_s = (now_ns - CounterRecord.decode(data).value) / _NS_PER_S
+        # Below 0: by the clock of a server that has been set back since.
+        if 0 <= age_s < interval_s:
+            return interval_s - age_s
+    tx.put(keys.LAST_CLEANING, CounterRecord(now_ns).encode())
+    return 0.0
 
 
 # --- leases -----------------------------------------------------------------------------------

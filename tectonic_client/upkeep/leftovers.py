@@ -7,7 +7,7 @@ work in the metadata and forgets it only after it is done.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from tectonic_client.blocks.stores import StoreSet
@@ -30,6 +30,7 @@ from tectonic_client.records import DeadBlockRecord, OrphanRecord
 
 _log = logging.getLogger(__name__)
 _NS_PER_S = 1_000_000_000
+_END_OF_TIME_NS = 2**63
 
 
 class Cleaner:
@@ -132,47 +133,66 @@ class Cleaner:
         """Delete the chunks of dead blocks; returns how many blocks are still to wait for.
 
         While other clients live, a block stays for DEAD_BLOCK_GRACE_S after its death, for those
-        that still read it by extents they loaded before.
+        that still read it by extents they loaded before. Raises the first error of a store after
+        the blocks of all others are gone.
         """
+        failed: dict[int, TectonicError] = {}
         while True:
             due, waiting = await self._kv.read(
-                lambda tx: self._due_blocks(tx, wait_for_readers=wait_for_readers)
+                lambda tx: self._due_blocks(tx, failed, wait_for_readers=wait_for_readers)
             )
             if not due:
-                return waiting
-            await self._delete_blocks(due)
+                break
+            await self._delete_blocks(due, failed)
+        if failed:
+            raise next(iter(failed.values()))
+        return waiting
 
     def _due_blocks(
-        self, tx: ReadTransaction, *, wait_for_readers: bool
+        self, tx: ReadTransaction, failed: Mapping[int, TectonicError], *, wait_for_readers: bool
     ) -> tuple[list[tuple[int, DeadBlockRecord]], int]:
-        dead = blocks.dead_blocks(tx)
-        if (
-            not dead
-            or not wait_for_readers
-            or not sessions.other_sessions_live(tx, self._session_id)
-        ):
-            return dead, 0
-        limit = tx.now_ns() - int(DEAD_BLOCK_GRACE_S * _NS_PER_S)
-        due = [(block_id, record) for block_id, record in dead if record.died_ns < limit]
-        return due, len(dead) - len(due)
+        """At most a page of dead blocks that may go, and how many there are before its end that
+        are to wait; those on stores that `failed` are neither."""
+        limit_ns = None
+        due: list[tuple[int, DeadBlockRecord]] = []
+        waiting = 0
+        for block_id, record in blocks.dead_blocks(tx):
+            if limit_ns is None:
+                limit_ns = self._youngest_due_ns(tx, wait_for_readers=wait_for_readers)
+            if record.died_ns > limit_ns:
+                waiting += 1
+            elif failed.keys().isdisjoint(record.store_ids):
+                due.append((block_id, record))
+                if len(due) == SCAN_PAGE_ROWS:
+                    break
+        return due, waiting
 
-    async def _delete_blocks(self, due: list[tuple[int, DeadBlockRecord]]) -> None:
+    def _youngest_due_ns(self, tx: ReadTransaction, *, wait_for_readers: bool) -> int:
+        """Blocks that died after this time are to wait."""
+        if wait_for_readers and sessions.other_sessions_live(tx, self._session_id):
+            return tx.now_ns() - int(DEAD_BLOCK_GRACE_S * _NS_PER_S)
+        return _END_OF_TIME_NS
+
+    async def _delete_blocks(
+        self, due: list[tuple[int, DeadBlockRecord]], failed: dict[int, TectonicError]
+    ) -> None:  # fmt: skip
         # Chunks must not go before it is certain that nothing can bring their blocks back.
         await self._kv.transact(lambda tx: None, durable=True)
         by_store: dict[int, list[ChunkKey]] = {}
         for block_id, record in due:
             for index, store_id in enumerate(record.store_ids):
                 by_store.setdefault(store_id, []).append(ChunkKey(block_id, index))
-        failed: dict[int, TectonicError] = {}
         for store_id, doomed in by_store.items():
             try:
                 await self._delete(store_id, doomed)
             except TectonicError as error:  # the other stores get their space back
                 failed[store_id] = error
-        done = [block_id for block_id, record in due if failed.keys().isdisjoint(record.store_ids)]
+        done = [
+            block_id
+            for block_id, record in due
+            if failed.keys().isdisjoint(record.store_ids)
+        ]  # fmt: skip
         await self._kv.transact(lambda tx: blocks.forget_dead_blocks(tx, done))
-        if failed:
-            raise next(iter(failed.values()))
 
     # --- change feed --------------------------------------------------------------------------
 

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import errno
+import fcntl
+import json
 import logging
 import multiprocessing
 import os
 import re
 import signal
+import stat
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import cast
 
+import pyfuse3
 import pytest
+import trio
 from click.testing import CliRunner
 
 from fusefs import errors as door_errors
@@ -20,10 +26,12 @@ from fusefs.checks import may_allow_others
 from fusefs.cli import mount
 from fusefs.errors import errno_of, root_cause
 from fusefs.mounttable import Mount, find_mount, holders, mount_point, parse_mountinfo
+from fusefs.operations import FuseOperations
 from fusefs.options import KNOWN_OPTIONS, MountOptions, parse_options
 from fusefs.session import worker_tasks
 from fusefs.versions import OpenedVersions
 from tectonic_client import errors
+from tectonic_client.filesystem.core import FileSystem
 from tectonic_client.limits import FUSE_TASK_BYTES, GiB, MiB
 from tectonic_client.types import Attributes
 
@@ -288,3 +296,87 @@ def test_remembered_versions_are_bounded() -> None:
         versions.note_open(_file(inode))
     assert versions.note_open(_file(1))
     assert not versions.note_open(_file(2))
+
+
+def _hold_file(path: Path, ready: Connection) -> None:
+    descriptor = os.open(path, os.O_RDWR)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    ready.send("locked")
+    signal.pause()
+
+
+def test_who_is_told_to_end_is_who_holds_the_lock(state_directory: Path, tmp_path: Path) -> None:
+    """Whatever pid a file names: its owner must not make root end other processes; and where the
+    holder is somebody else's process, it is left alone."""
+    path = tmp_path / "state"
+    path.write_text(json.dumps({"pid": os.getpid(), "directory": "/mnt/x", "volume": "v"}))
+    ours, theirs = multiprocessing.Pipe()
+    context = multiprocessing.get_context("fork")
+    process = context.Process(target=_hold_file, args=(path, theirs))
+    process.start()
+    assert ours.recv() == "locked"
+    descriptor = os.open(path, os.O_RDWR)
+    daemon = registry.Daemon(descriptor)
+    with pytest.raises(errors.MountError, match=f"pid {process.pid}.*does not belong to user"):
+        daemon.terminate(os.getuid() + 1)
+    assert process.is_alive()
+    daemon.terminate(os.getuid())
+    process.join(30)
+    assert process.exitcode == -signal.SIGTERM
+    with pytest.raises(errors.MountError, match="just ended"):
+        daemon.terminate(os.getuid())
+    os.close(descriptor)
+
+
+def test_a_daemon_that_hangs_in_the_kernel_is_not_waited_for_once_it_has_said_how_it_ended(
+    state_directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread on a frozen device keeps the process and its lock; umount tells the outcome."""
+    monkeypatch.setattr(registry, "DAEMON_EXIT_S", 0.0)
+    claim = registry.claim("/mnt/x", "v.db", None)
+    with registry.living_daemon("/mnt/x", os.getuid()) as daemon:
+        assert daemon is not None
+        claim.finish("the store does not answer")
+        assert daemon.wait(30.0, lambda waited_s: None) == "the store does not answer"
+
+
+class _OneFile:
+    """A file system of one file."""
+
+    def __init__(self) -> None:
+        self.open_handles: set[int] = set()
+
+    async def getattr(self, inode: int) -> Attributes:
+        return Attributes(inode, stat.S_IFREG | 0o644, 1, 0, 0, 0, 0, 0, 0, 0)
+
+    async def open(self, inode: int, flags: int) -> int:
+        handle = len(self.open_handles) + 1
+        self.open_handles.add(handle)
+        return handle
+
+    async def release(self, handle: int) -> None:
+        self.open_handles.remove(handle)
+
+
+def test_an_open_that_the_kernel_refuses_to_hear_of_leaves_no_handle(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where the kernel's attributes cannot be dropped the open fails, its handle is closed, and the
+    next one does not keep pages of which nobody knows the version."""
+
+    def refuse(inode: int, *, attr_only: bool) -> None:
+        raise OSError(errno.ENOTCONN, "not connected")
+
+    async def main() -> None:
+        files = _OneFile()
+        operations = FuseOperations(cast(FileSystem, files), MountOptions())
+        with monkeypatch.context() as patch:
+            patch.setattr(pyfuse3, "invalidate_inode", refuse)
+            with pytest.raises(pyfuse3.FUSEError):
+                await operations.open(7, os.O_RDONLY, None)
+        assert files.open_handles == set()
+        monkeypatch.setattr(pyfuse3, "invalidate_inode", lambda inode, attr_only: None)
+        assert not (await operations.open(7, os.O_RDONLY, None)).keep_cache
+        assert (await operations.open(7, os.O_RDONLY, None)).keep_cache
+
+    trio.run(main)

@@ -69,6 +69,6 @@ def test_blocks_die_with_the_bytes_that_used_them() -> None:
     kv = MemoryKV()
     _publish(kv, [1, 2])
     _publish(kv, [3, 4])
-    assert sorted(i for i, _ in kv.read(blocks.dead_blocks)) == [1, 2]
+    assert sorted(i for i, _ in kv.read(lambda tx: list(blocks.dead_blocks(tx)))) == [1, 2]
     kv.transact(lambda tx: files.cut(tx, 2, 0))
-    assert sorted(i for i, _ in kv.read(blocks.dead_blocks)) == [1, 2, 3, 4]
+    assert sorted(i for i, _ in kv.read(lambda tx: list(blocks.dead_blocks(tx)))) == [1, 2, 3, 4]

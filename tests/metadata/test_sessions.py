@@ -10,9 +10,10 @@ import pytest
 
 from tectonic_client.errors import SessionLost
 from tectonic_client.kv.memory import MemoryKV
+from tectonic_client.kv.port import Transaction
 from tectonic_client.limits import IDS_PER_LEASE, SESSION_EXPIRY_S
 from tectonic_client.metadata import keys, sessions
-from tectonic_client.records import SessionRecord
+from tectonic_client.records import CounterRecord, SessionRecord
 
 
 def _open(kv: MemoryKV, client: str = "test") -> int:
@@ -134,3 +135,31 @@ def test_a_clean_end_leaves_nothing() -> None:
     kv.transact(lambda tx: sessions.end_session(tx, session_id, [lease]))
     assert kv.read(sessions.list_sessions) == []
     assert kv.read(lambda tx: tx.scan(keys.LEASE, keys.prefix_end(keys.LEASE))) == []
+
+
+def test_a_session_that_could_not_say_that_it_ended_is_dead() -> None:
+    """Also while its process lives, which a trainer's does long after its volume is closed."""
+    kv = MemoryKV()
+    ended, living = _open(kv), _open(kv)
+    record = kv.read(lambda tx: sessions.read_session(tx, ended))
+    assert record is not None
+    sessions.note_ended(record)
+    assert kv.read(sessions.dead_sessions) == [ended]
+    assert kv.read(lambda tx: sessions.living(tx, [ended, living])) == {living}
+
+
+def test_of_many_clients_one_cleans_at_a_time() -> None:
+    """The turn goes to whoever asks first after the interval; the others learn how long to wait.
+    A clock that went back keeps nobody from it."""
+    kv = MemoryKV()
+
+    def claim(tx: Transaction) -> float:
+        return sessions.claim_cleaning(tx, 60.0)
+
+    assert kv.transact(claim) == 0
+    assert 59 < kv.transact(claim) <= 60
+    for moved_s in (-61, 3600):
+        moved = CounterRecord(kv.read(lambda tx: tx.now_ns()) + moved_s * 10**9)
+        kv.transact(lambda tx, row=moved: tx.put(keys.LAST_CLEANING, row.encode()))
+        assert kv.transact(claim) == 0
+        assert kv.transact(claim) > 59

@@ -12,9 +12,11 @@ from dataclasses import replace
 import pytest
 import trio
 
+from tectonic_client import background
 from tectonic_client.checkpoint.rundirectory import RunDirectory
 from tectonic_client.chunkstore.port import ChunkKey
-from tectonic_client.errors import CorruptRecord
+from tectonic_client.chunkstore.wrappers import Fail, Fault
+from tectonic_client.errors import CorruptRecord, StoreUnavailable
 from tectonic_client.filesystem.namespace import Actor, detach_tree
 from tectonic_client.kv.port import Transaction
 from tectonic_client.metadata import keys, scans, sessions
@@ -172,8 +174,12 @@ def test_several_cleaners_at_once(any_engine: NewVolume, small_steps: None) -> N
     _run(main)
 
 
-def test_a_client_that_opens_cleans_up_by_itself(any_engine: NewVolume) -> None:
+def test_a_client_that_opens_cleans_up_by_itself(
+    any_engine: NewVolume, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nobody has to ask for it: a client's background tasks do all of it when it opens."""
+    # Whoever made the mess has just looked.
+    monkeypatch.setattr(background, "CLEANUP_AT_START_S", 0.0)
 
     async def main() -> None:
         url = any_engine()
@@ -274,6 +280,30 @@ def test_a_client_does_not_clean_up_what_it_uses_itself() -> None:
             await fs.release(handle)
             store.delete([in_flight])
         async with open_volume(url) as volume:
+            await clean(volume)
+            await assert_no_leaks(volume)
+
+    _run(main)
+
+
+def test_dead_blocks_of_a_store_that_fails_hold_up_no_others(small_steps: None) -> None:
+    """However many there are, the blocks of other stores give their space back, and those of that
+    store as soon as it works again."""
+
+    async def main() -> None:
+        url, faults = new_volume(stores=2), Faults()
+        async with open_volume(url, faults.options()) as volume:
+            for number in range(12):
+                await store_file(volume.filesystem, b"%d" % number, b"x" * 1000)
+            faults.stores[0].plan(Fault("delete", Fail(StoreUnavailable("injected")), times=None))
+            for number in range(12):
+                await volume.filesystem.unlink(ROOT_INODE, b"%d" % number)
+            await volume.tasks.reclaim_orphans()
+            with pytest.raises(StoreUnavailable, match="injected"):
+                await volume.cleaner.delete_dead_blocks()
+            assert list(faults.stores[0].list(0, 2**63))
+            assert not list(faults.stores[1].list(0, 2**63))
+            faults.stores[0].clear()
             await clean(volume)
             await assert_no_leaks(volume)
 
