@@ -133,9 +133,9 @@ def test_broken_connections_lose_and_leak_nothing(
 
             def chaos() -> None:
                 choice = rng.random()
-                if choice < 0.3:
-                    proxy.cut_at(b"COMMIT", forward=choice < 0.2)
-                elif choice < 0.35:
+                if choice < 0.5:
+                    proxy.cut_at(b"COMMIT", forward=choice < 0.35)
+                elif choice < 0.55:
                     proxy.cut()
 
             flaky = url.replace(f":{postgres_server.port}", f":{proxy.port}")
