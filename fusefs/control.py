@@ -104,7 +104,7 @@ async def _serve(connection: trio.socket.SocketType, handlers: Mapping[str, Hand
     await trio.SocketStream(connection).send_all(json.dumps(reply).encode() + b"\n")
 
 
-def _user_of(connection: trio.socket.SocketType) -> int:
+def _user_of(connection: trio.socket.SocketType | socket.socket) -> int:
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _, user_id, _ = _CREDENTIALS.unpack(raw)
     return int(user_id)
@@ -153,14 +153,15 @@ def text_of(request: Mapping[str, Any], name: str) -> str:
 # --- everybody else's side --------------------------------------------------------------------
 
 
-def ask(path: str, command: str, **arguments: object) -> Any:
-    """Ask the daemon at `path`; returns what its handler did.
+def ask(path: str, user_id: int, command: str, **arguments: object) -> Any:
+    """Ask the daemon of a user at `path`; returns what its handler did.
 
-    Raises MountError: nobody answers there in CONTROL_TIMEOUT_S, or what the daemon said.
+    Raises MountError: nobody answers there in CONTROL_TIMEOUT_S, somebody else's process does (the
+    path may lie where others can put links), or what the daemon said.
     """
     line = json.dumps({"command": command, **arguments}).encode() + b"\n"
     try:
-        reply = json.loads(_exchange(path, line))
+        reply = json.loads(_exchange(path, user_id, line))
     except TimeoutError as error:
         raise MountError(
             f"the daemon did not answer in {CONTROL_TIMEOUT_S:.0f} s: it hangs; see its log"
@@ -173,10 +174,12 @@ def ask(path: str, command: str, **arguments: object) -> Any:
     return reply["ok"]
 
 
-def _exchange(path: str, line: bytes) -> bytes:
+def _exchange(path: str, user_id: int, line: bytes) -> bytes:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as connection:
         connection.settimeout(CONTROL_TIMEOUT_S)
         connection.connect(path)
+        if _user_of(connection) != user_id:
+            raise ValueError(f"a process of another user than {user_id} listens there")
         connection.sendall(line)
         received = bytearray()
         while data := connection.recv(_RECEIVE_BYTES):

@@ -70,16 +70,19 @@ def _guarded(cls: _Class) -> _Class:
 
 def _guard(handler: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
     name = handler.__name__
-    describe = _describer(handler)
+    describe, transferred = _describer(handler), _TRANSFERRED.get(name)
 
     @functools.wraps(handler)
     async def guarded(self: FuseOperations, *arguments: Any) -> Any:
         recorder = self.recorder
-        activity = recorder.begin(name, *describe(self, arguments))
-        outcome, answer = _CANCELLED, None
+        activity = recorder.begin(name, *describe(self, *arguments))
+        outcome, count = _CANCELLED, 0
         try:
             answer = await handler(self, *arguments)
             outcome = 0
+            if transferred is not None:
+                count = transferred(answer)
+            return answer
         except pyfuse3.FUSEError as error:
             outcome = error.errno
             raise
@@ -87,34 +90,27 @@ def _guard(handler: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[An
             outcome = errno_of(error, name)
             raise pyfuse3.FUSEError(outcome) from None
         finally:
-            recorder.end(activity, outcome, _transferred(name, answer))
-        return answer
+            recorder.end(activity, outcome, count)
 
     return guarded
 
 
-def _describer(
-    handler: Callable[..., object],
-) -> Callable[[FuseOperations, tuple[Any, ...]], tuple[int, int, int]]:
-    """What tells inode, offset and size (both 0 where there are none) of a handler's arguments."""
+_TRANSFERRED: Final[dict[str, Callable[[Any], int]]] = {"read": len, "write": int}
+"""How many bytes a handler's answer says that it has moved."""
+
+
+def _describer(handler: Callable[..., object]) -> Callable[..., tuple[int, ...]]:
+    """What tells inode and, of reads and writes, offset and size from a handler's arguments."""
     _, first, *others = inspect.signature(handler).parameters
     if others[:2] == ["off", "size"]:
-        return lambda operations, a: (operations.inode_of(a[0]), a[1], a[2])
+        return lambda operations, fh, off, size: (operations.inode_of(fh), off, size)
     if others[:2] == ["off", "buf"]:
-        return lambda operations, a: (operations.inode_of(a[0]), a[1], len(a[2]))
+        return lambda operations, fh, off, buf: (operations.inode_of(fh), off, len(buf))
     if first == "fh":
-        return lambda operations, a: (operations.inode_of(a[0]), 0, 0)
+        return lambda operations, fh, *rest: (operations.inode_of(fh),)
     if "inode" in first:
-        return lambda operations, a: (a[0], 0, 0)
-    return lambda operations, a: (0, 0, 0)
-
-
-def _transferred(name: str, answer: Any) -> int:
-    if answer is None:
-        return 0
-    if name == "read":
-        return len(answer)
-    return int(answer) if name == "write" else 0
+        return lambda operations, inode, *rest: (inode,)
+    return lambda operations, *rest: (0,)
 
 
 @_guarded

@@ -41,7 +41,7 @@ def _ask(mount: Mount, command: str, **arguments: object) -> Any:
                 f"{mount.directory} is a stale mount whose daemon is gone:"
                 f" run tectonicfs umount {mount.directory}"
             )
-        return ask(daemon.socket_path, command, **arguments)
+        return ask(daemon.socket_path, mount.user_id, command, **arguments)
 
 
 def _look(target: str) -> list[dict[str, Any]]:

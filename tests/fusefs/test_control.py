@@ -43,7 +43,9 @@ async def _asking(path: str) -> AsyncIterator[Callable[..., Any]]:
     async with serving(path, HANDLERS):
 
         async def asked(command: str, **arguments: object) -> Any:
-            return await trio.to_thread.run_sync(partial(ask, path, command, **arguments))
+            return await trio.to_thread.run_sync(
+                partial(ask, path, os.geteuid(), command, **arguments)
+            )
 
         yield asked
 
@@ -188,7 +190,7 @@ def test_the_socket_of_a_killed_daemon_is_replaced(path: str) -> None:
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(path)
     with pytest.raises(MountError, match="did not answer at"):
-        ask(path, "echo")
+        ask(path, os.geteuid(), "echo")
 
     async def main() -> None:
         async with _asking(path) as asked:
@@ -228,7 +230,7 @@ def test_a_bad_answer_is_one_clear_error(path: str, reply: bytes, said: str) -> 
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(answer)
                 with pytest.raises(MountError, match=said):
-                    await trio.to_thread.run_sync(ask, path, "echo")
+                    await trio.to_thread.run_sync(ask, path, os.geteuid(), "echo")
 
     trio.run(main)
 
@@ -242,7 +244,19 @@ def test_a_daemon_that_hangs_is_told_from_one_that_is_gone(
         listener.bind(path)
         listener.listen()
         with pytest.raises(MountError, match="it hangs"):
-            ask(path, "echo")
+            ask(path, os.geteuid(), "echo")
+
+
+def test_a_socket_of_somebody_else_is_not_asked(path: str) -> None:
+    """Where another user's process listens nothing is sent."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        listener.listen()
+        with pytest.raises(MountError, match="a process of another user than"):
+            ask(path, os.geteuid() + 1, "echo")
+        connection, _ = listener.accept()
+        with connection:
+            assert connection.recv(100) == b""
 
 
 def test_a_missing_text_is_named() -> None:
