@@ -123,6 +123,8 @@ class FuseOperations(pyfuse3.Operations):  # type: ignore[misc]  # pyfuse3 publi
         self._fs = filesystem
         self._options = options
         self.versions = OpenedVersions()
+        self._direct: set[int] = set()
+        """Handles whose writes bypass the page cache."""
         self._directories: dict[int, int] = {}
         """Inode of each open directory, for its entries "." and ".."."""
         self._follower = filesystem.follower
@@ -318,8 +320,7 @@ class FuseOperations(pyfuse3.Operations):  # type: ignore[misc]  # pyfuse3 publi
                 raise
             # Another client was faster. ESTALE makes the kernel look again and open what is there.
             raise StaleHandle(str(error)) from error
-        direct = _bypasses_page_cache(flags)
-        info = pyfuse3.FileInfo(fh=handle, direct_io=direct, keep_cache=False)
+        info = self._opened(handle, flags, keep_cache=False)
         return info, self._entry(attributes, begun)
 
     async def open(self, inode: int, flags: int, ctx: pyfuse3.RequestContext) -> pyfuse3.FileInfo:
@@ -335,18 +336,30 @@ class FuseOperations(pyfuse3.Operations):  # type: ignore[misc]  # pyfuse3 publi
                 with suppress(FileNotFoundError):
                     pyfuse3.invalidate_inode(inode, attr_only=True)
             except BaseException:
-                self._versions.forget(inode)
+                self.versions.forget(inode)
                 await self._fs.release(handle)
                 raise
+        return self._opened(handle, flags, keep_cache=unchanged)
+
+    def _opened(self, handle: int, flags: int, *, keep_cache: bool) -> pyfuse3.FileInfo:
         direct = _bypasses_page_cache(flags)
-        return pyfuse3.FileInfo(fh=handle, direct_io=direct, keep_cache=unchanged)
+        if direct:
+            self._direct.add(handle)
+        return pyfuse3.FileInfo(fh=handle, direct_io=direct, keep_cache=keep_cache)
 
     async def read(self, fh: int, off: int, size: int) -> bytes | bytearray | memoryview:
         """Bytes of the file. pyfuse3 copies them out before anything else runs."""
         return await self._fs.read(fh, off, size)
 
     async def write(self, fh: int, off: int, buf: bytes) -> int:
-        """Write all of `buf`."""
+        """Write all of `buf`.
+
+        What goes around the page cache may have to clear set-user-ID bits, which is left to us,
+        whoever writes: the request does not tell. The kernel must not show them a moment longer.
+        """
+        if fh in self._direct and (inode := await self._fs.clear_privileges(fh)) is not None:
+            with suppress(FileNotFoundError):
+                pyfuse3.invalidate_inode(inode, attr_only=True)
         return await self._fs.write(fh, off, buf)
 
     async def flush(self, fh: int) -> None:
@@ -359,6 +372,7 @@ class FuseOperations(pyfuse3.Operations):  # type: ignore[misc]  # pyfuse3 publi
 
     async def release(self, fh: int) -> None:
         """The last descriptor is gone. Nobody gets the answer; the log has it."""
+        self._direct.discard(fh)
         await self._fs.release(fh)
 
     # --- directories --------------------------------------------------------------------------

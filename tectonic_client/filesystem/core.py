@@ -59,6 +59,12 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 
+def has_privileges(mode: int) -> bool:
+    """Whether executing such a file lends the rights of its owner or group (inode(7))."""
+    group = mode & stat.S_ISGID and mode & stat.S_IXGRP
+    return stat.S_ISREG(mode) and bool(mode & stat.S_ISUID or group)
+
+
 class FileSystem:
     """See the module's text. Made by `volume.open_volume`."""
 
@@ -275,7 +281,20 @@ class FileSystem:
         attributes = await self._change(
             lambda tx, actor: namespace.change_attributes(tx, inode, changes, actor), held=[inode]
         )
+        self._files.note(inode, mode=attributes.mode)
         return self._overlay(attributes)
+
+    async def clear_privileges(self, handle: int) -> int | None:
+        """Before a write: take the set-user-ID and set-group-ID bits off the file (write(2)).
+
+        For doors whose kernel does not do it. Returns the inode if it had them.
+        """
+        state = self._handles.file(handle).state
+        if state.record is None or not has_privileges(state.record.mode):
+            return None
+        mode = state.record.mode & ~(stat.S_ISUID | stat.S_ISGID)
+        await self.setattr(state.inode, AttributeChanges(mode=stat.S_IMODE(mode)))
+        return state.inode
 
     async def _admit_size(self, inode: int, size: int) -> None:
         record = await self._kv.read(lambda tx: read_inode(tx, inode))
@@ -302,14 +321,14 @@ class FileSystem:
         record = await self._change(
             lambda tx, actor: policies.put(tx, inode, name, value, actor), held=[inode]
         )
-        self._files.note_flags(inode, record.flags)
+        self._files.note(inode, flags=record.flags)
 
     async def removexattr(self, inode: int, name: bytes) -> None:
         """Remove an extended attribute. Raises as `policies.remove`."""
         record = await self._change(
             lambda tx, actor: policies.remove(tx, inode, name, actor), held=[inode]
         )
-        self._files.note_flags(inode, record.flags)
+        self._files.note(inode, flags=record.flags)
 
     async def statfs(self) -> FileSystemUsage:
         """Space of the stores that take new chunks."""

@@ -125,11 +125,11 @@ class Files:
         found = [state for state in self._open.values() if state.dirty]
         return sorted(found, key=lambda state: state.dirty_since or 0.0)
 
-    def note_flags(self, inode: int, flags: int) -> None:
-        """This client has changed an inode's flags."""
+    def note(self, inode: int, **fields: int) -> None:
+        """This client has changed these fields of an inode's record."""
         state = self._open.get(inode)
         if state is not None and state.record is not None:
-            state.record = replace(state.record, flags=flags)
+            state.record = replace(state.record, **fields)
 
     def has_no_xattrs(self, inode: int) -> bool:
         """Whether the inode is open and, as far as this client knows, has none."""

@@ -176,6 +176,9 @@ class MemoryFileSystem:
         length = max(0, min(size, node.attributes.size - offset))
         return memoryview(_FILLS[node.opens % len(_FILLS)])[:length]
 
+    async def clear_privileges(self, handle: int) -> int | None:
+        return None
+
     async def write(self, handle: int, offset: int, data: bytes) -> int:
         await trio.lowlevel.checkpoint()
         node = self._node(handle)

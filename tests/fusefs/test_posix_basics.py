@@ -327,6 +327,42 @@ def test_extended_attributes(here: Path) -> None:
     assert sorted(os.listxattr(here / "g")) == sorted(values.keys() - {"user.large"})
 
 
+@pytest.mark.parametrize("flags", [os.O_WRONLY, os.O_RDWR | os.O_APPEND])
+def test_writing_takes_set_user_id_away(here: Path, flags: int) -> None:
+    """A program that somebody without privileges has written to lends nobody's rights, also where
+    it got the bits while it was open. (What goes through the page cache the kernel sees to.)"""
+    path = here / "f"
+    for mode in (0o4777, 0o2777, 0o6777):
+        path.write_bytes(b"")
+        path.chmod(0o777)
+        descriptor = os.open(path, flags)
+        try:
+            path.chmod(mode)
+            assert _as_nobody(lambda d=descriptor: os.write(d, b"x")) == 0
+            assert stat.S_IMODE(os.fstat(descriptor).st_mode) == 0o777
+        finally:
+            os.close(descriptor)
+        assert stat.S_IMODE(path.stat().st_mode) == 0o777
+    path.chmod(0o2767)  # without execution for the group the bit means something else
+    path.write_bytes(b"x")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o2767
+
+
+def _as_nobody(work: Callable[[], object]) -> int:
+    """Exit status of a child without privileges that does `work`."""
+    child = os.fork()
+    if not child:
+        try:
+            if not os.getuid():
+                os.setgid(65534)
+                os.setuid(65534)
+            work()
+        except BaseException:  # noqa: BLE001 - it must not run the tests that follow
+            os._exit(1)
+        os._exit(0)
+    return os.waitpid(child, 0)[1]
+
+
 def test_rename_flags_that_are_not_supported_are_refused(here: Path) -> None:
     """RENAME_WHITEOUT is EINVAL, not a plain rename."""
     from tests.fusefs.posixcalls import Call, Runner
