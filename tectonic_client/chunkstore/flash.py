@@ -41,6 +41,7 @@ from tectonic_client.errors import (
     TectonicError,
 )
 from tectonic_client.limits import ALIGNMENT_BYTES, IDS_PER_LEASE, LIST_WINDOW_CHUNKS
+from tectonic_client.sharing import is_shared, make_directory, share_file
 
 _log = logging.getLogger(__name__)
 
@@ -94,6 +95,7 @@ class FlashStore:
             with _mapped(directory, _CHUNKS, _OPENING):
                 self.direct_io = _supports_direct_io(directory, root)
                 self._chunks = os.open(_CHUNKS, os.O_RDONLY | os.O_DIRECTORY, dir_fd=root)
+                self._shared = is_shared(self._chunks)
         finally:
             os.close(root)
         self._flags = os.O_DIRECT if self.direct_io else 0
@@ -113,9 +115,10 @@ class FlashStore:
             try:
                 _refuse_foreign(directory, root, force=force)
                 _clear(directory, root)
-                os.mkdir(_CHUNKS, dir_fd=root)
+                shared = is_shared(root)
+                make_directory(_CHUNKS, root, shared=shared)
                 for number in range(_FAN_OUT):
-                    os.mkdir(f"{_CHUNKS}/{_fan_out_of(number)}", dir_fd=root)
+                    make_directory(f"{_CHUNKS}/{_fan_out_of(number)}", root, shared=shared)
                 _sync_directory(_CHUNKS, root)
                 _write_marker(root, StoreMarker(volume_uuid, store_id))
                 os.fsync(root)
@@ -149,6 +152,8 @@ class FlashStore:
             )
             try:
                 try:
+                    if self._shared:
+                        share_file(descriptor)
                     _write_all(descriptor, parts)
                     os.fdatasync(descriptor)
                 finally:
@@ -379,6 +384,8 @@ def _write_marker(root: int, marker: StoreMarker) -> None:
     flags = os.O_CREAT | os.O_TRUNC | os.O_WRONLY
     descriptor = os.open(_NEW_MARKER, flags, 0o600, dir_fd=root)
     try:
+        if is_shared(root):
+            share_file(descriptor)
         os.write(descriptor, marker.encode())
         os.fsync(descriptor)
     finally:

@@ -23,6 +23,8 @@ import weakref
 from types import TracebackType
 from typing import Final
 
+from tectonic_client.sharing import open_beside
+
 
 def _flock(kind: int, byte: int) -> bytes:
     # struct flock: l_type, l_whence, l_start, l_len, l_pid (must be 0), padded by "0q".
@@ -42,7 +44,7 @@ class FairFileLock:
     """
 
     def __init__(self, path: str) -> None:
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._descriptor = open_beside(path, os.O_RDWR, 0o644)
         _open_locks.add(self)
 
     def __enter__(self) -> None:

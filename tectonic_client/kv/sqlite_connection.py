@@ -31,6 +31,7 @@ from tectonic_client.errors import (
 from tectonic_client.kv.pairs import check_pair
 from tectonic_client.kv.port import ReadTransaction
 from tectonic_client.limits import KiB
+from tectonic_client.sharing import open_beside
 
 T = TypeVar("T")
 
@@ -90,6 +91,8 @@ def create_database(path: str) -> None:
         return
     unfinished = f"{path}.{secrets.token_hex(4)}.new"
     try:
+        # SQLite gives the files beside it the database's own owner, group and mode.
+        os.close(open_beside(unfinished, os.O_RDWR, 0o644))
         _build(unfinished)
         _link(unfinished, path)
     except (apsw.Error, OSError) as error:

@@ -13,6 +13,7 @@ from contextlib import suppress
 from typing import Final
 
 from tectonic_client.errors import MetadataUnavailable
+from tectonic_client.sharing import open_beside
 
 _IN_MODIFY: Final = 0x2
 _READ_BYTES: Final = 4096
@@ -57,9 +58,7 @@ class WakeFile:
         """Wake all listeners. Raises MetadataUnavailable."""
         try:
             if self._descriptor is None:
-                self._descriptor = os.open(
-                    self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644
-                )
+                self._descriptor = open_beside(self._path, os.O_WRONLY, 0o644)
             os.pwrite(self._descriptor, b"\0", 0)
         except OSError as error:
             raise MetadataUnavailable(f"{self._path}: {error.strerror}") from error
@@ -71,7 +70,7 @@ class WakeFile:
 
 def _make(path: str) -> None:
     try:
-        os.close(os.open(path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o644))
+        os.close(open_beside(path, os.O_RDONLY, 0o644))
     except OSError as error:
         raise MetadataUnavailable(f"{path}: {error.strerror}") from error
 
