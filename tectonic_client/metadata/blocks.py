@@ -8,7 +8,7 @@ cannot both overlook that the other left. Functions over a transaction.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from tectonic_client.errors import ChunkMissing, CorruptRecord
 from tectonic_client.kv.port import ReadTransaction, Transaction
@@ -21,7 +21,7 @@ def read_block(tx: ReadTransaction, block_id: int) -> BlockRecord:
     """The block's record. Raises ChunkMissing when the block is gone."""
     data = tx.get(keys.block(block_id))
     if data is None:
-        raise ChunkMissing(f"block {block_id:016x} does not exist any more")
+        raise _missing(block_id)
     return BlockRecord.decode(data)
 
 
@@ -49,36 +49,50 @@ def own_new(tx: Transaction, block_id: int, inode: int, byte_count: int) -> None
     tx.put(keys.block_owner(block_id, inode), OwnerRecord(byte_count).encode())
 
 
-def acquire(tx: Transaction, block_id: int, inode: int, byte_count: int) -> None:
-    """`inode` uses `byte_count` more bytes of the block."""
-    live = _live_bytes(tx, block_id, inode)
-    tx.put(keys.block_owner(block_id, inode), OwnerRecord(live + byte_count).encode())
+def acquire(tx: Transaction, inode: int, used: Mapping[int, int]) -> None:
+    """`inode` uses so many bytes more of each of these blocks."""
+    live = _live_bytes(tx, list(used), inode)
+    for block_id, byte_count in used.items():
+        owner = OwnerRecord(live[block_id] + byte_count)
+        tx.put(keys.block_owner(block_id, inode), owner.encode())
 
 
-def release(tx: Transaction, block_id: int, inode: int, byte_count: int) -> None:
-    """`inode` uses `byte_count` bytes of the block no more; the last owner's end kills it."""
-    live = _live_bytes(tx, block_id, inode) - byte_count
-    if live < 0:
-        raise CorruptRecord(f"block {block_id:016x}: inode {inode} releases more than it uses")
-    owner = keys.block_owner(block_id, inode)
-    if live:
-        tx.put(owner, OwnerRecord(live).encode())
-        return
-    tx.delete(owner)
-    if not tx.scan(*keys.block_owners(block_id), limit=1):
-        _kill(tx, block_id)
+def release(tx: Transaction, inode: int, released: Mapping[int, int]) -> None:
+    """`inode` uses so many bytes less of each of these blocks; the end of a block's last owner
+    kills it."""
+    live = _live_bytes(tx, list(released), inode)
+    left = []
+    for block_id, byte_count in released.items():
+        rest = live[block_id] - byte_count
+        if rest < 0:
+            raise CorruptRecord(f"block {block_id:016x}: inode {inode} releases more than it uses")
+        if rest:
+            tx.put(keys.block_owner(block_id, inode), OwnerRecord(rest).encode())
+        else:
+            tx.delete(keys.block_owner(block_id, inode))
+            left.append(block_id)
+    _kill(tx, [block for block in left if not tx.scan(*keys.block_owners(block), limit=1)])
 
 
-def _live_bytes(tx: ReadTransaction, block_id: int, inode: int) -> int:
-    data = tx.get(keys.block_owner(block_id, inode))
-    return 0 if data is None else OwnerRecord.decode(data).live_bytes
+def _live_bytes(tx: ReadTransaction, block_ids: Sequence[int], inode: int) -> dict[int, int]:
+    rows = tx.get_many([keys.block_owner(block_id, inode) for block_id in block_ids])
+    return {
+        block_id: 0 if data is None else OwnerRecord.decode(data).live_bytes
+        for block_id, data in zip(block_ids, rows, strict=True)
+    }
 
 
-def _kill(tx: Transaction, block_id: int) -> None:
-    record = read_block(tx, block_id)
-    stores = tuple(place.store_id for place in record.places)
-    tx.put(keys.dead_block(block_id), DeadBlockRecord(tx.now_ns(), stores).encode())
-    tx.delete(keys.block(block_id))
+def _kill(tx: Transaction, block_ids: Sequence[int]) -> None:
+    for block_id, record in zip(block_ids, read_blocks(tx, block_ids), strict=True):
+        if record is None:
+            raise _missing(block_id)
+        stores = tuple(place.store_id for place in record.places)
+        tx.put(keys.dead_block(block_id), DeadBlockRecord(tx.now_ns(), stores).encode())
+        tx.delete(keys.block(block_id))
+
+
+def _missing(block_id: int) -> ChunkMissing:
+    return ChunkMissing(f"block {block_id:016x} does not exist any more")
 
 
 def owners(tx: ReadTransaction, block_id: int) -> list[int]:

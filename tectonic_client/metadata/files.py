@@ -49,11 +49,9 @@ def publish(
     used: dict[int, int] = {}
     for extent in new_extents:
         used[extent.block_id] = used.get(extent.block_id, 0) + extent.length
-    for block_id, byte_count in used.items():
-        if block_id in new_blocks:
-            blocks.own_new(tx, block_id, inode, byte_count)
-        else:
-            blocks.acquire(tx, block_id, inode, byte_count)
+    for block_id in new_blocks:
+        blocks.own_new(tx, block_id, inode, used.pop(block_id))
+    blocks.acquire(tx, inode, used)
     if new_extents:
         last = new_extents[-1]
         existing = read_extents(
@@ -73,8 +71,7 @@ def _apply(tx: Transaction, inode: int, plan: OverlayPlan) -> None:
     for extent in plan.written:
         record = ExtentRecord(extent.length, extent.block_id, extent.block_offset)
         tx.put(keys.extent(inode, extent.file_offset), record.encode())
-    for block_id, byte_count in plan.released.items():
-        blocks.release(tx, block_id, inode, byte_count)
+    blocks.release(tx, inode, plan.released)
 
 
 def count_extents(tx: ReadTransaction, inode: int, limit: int) -> int:
@@ -97,8 +94,7 @@ def copy_extents(
         record = ExtentRecord(length, extent.block_id, extent.block_offset)
         tx.put(keys.extent(target, extent.file_offset), record.encode())
         used[extent.block_id] = used.get(extent.block_id, 0) + length
-    for block_id, byte_count in used.items():
-        blocks.acquire(tx, block_id, target, byte_count)
+    blocks.acquire(tx, target, used)
     return keys.parse_extent(rows[-1][0]) + 1 if len(rows) == limit else None
 
 
@@ -111,6 +107,5 @@ def drop_extents(tx: Transaction, inode: int, limit: int) -> bool:
         extent = _decode(key, value)
         released[extent.block_id] = released.get(extent.block_id, 0) + extent.length
         tx.delete(key)
-    for block_id, byte_count in released.items():
-        blocks.release(tx, block_id, inode, byte_count)
+    blocks.release(tx, inode, released)
     return len(rows) < limit

@@ -8,6 +8,8 @@ directories) are spread alike. Functions over a transaction.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from tectonic_client.errors import NotDirectory, StaleHandle
 from tectonic_client.kv.port import ReadTransaction, Transaction
 from tectonic_client.limits import PARENT_TIME_LANES
@@ -30,6 +32,12 @@ def lane_of(session_id: int) -> int:
 def read_inode(tx: ReadTransaction, inode: int) -> InodeRecord:
     """The inode's record. Raises StaleHandle when there is none (any more)."""
     return _decode(inode, tx.get(keys.attributes(inode)))
+
+
+def read_inodes(tx: ReadTransaction, inodes: Sequence[int]) -> list[InodeRecord]:
+    """Their records, in one round trip. Raises StaleHandle where one is gone."""
+    rows = tx.get_many([keys.attributes(inode) for inode in inodes])
+    return [_decode(inode, data) for inode, data in zip(inodes, rows, strict=True)]
 
 
 def _decode(inode: int, data: bytes | None) -> InodeRecord:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from tectonic_client.kv.port import Transaction
 from tectonic_client.limits import RECLAIM_BATCH_ROWS
 from tectonic_client.metadata import files, keys, quotas
-from tectonic_client.metadata.inodes import read_inode, write_inode
+from tectonic_client.metadata.inodes import read_inode, read_inodes, write_inode
 from tectonic_client.metadata.names import delete_entry, list_entries
 from tectonic_client.records import InodeRecord, OrphanRecord
 
@@ -24,7 +24,12 @@ def write_orphan(tx: Transaction, inode: int, session_id: int) -> None:
 
 def drop_name(tx: Transaction, inode: int, session_id: int, now_ns: int) -> InodeRecord:
     """The inode lost a name (a directory its only one); without links it is an orphan now."""
-    record = read_inode(tx, inode)
+    return _drop_name(tx, inode, read_inode(tx, inode), session_id, now_ns)
+
+
+def _drop_name(
+    tx: Transaction, inode: int, record: InodeRecord, session_id: int, now_ns: int
+) -> InodeRecord:
     nlink = 0 if record.is_directory else record.nlink - 1
     record = replace(record, nlink=nlink, ctime_ns=now_ns)
     write_inode(tx, inode, record)
@@ -47,11 +52,13 @@ def reclaim(
         # A hidden directory whose owner died: from now on nobody adds to it or publishes it.
         write_inode(tx, inode, replace(record, nlink=0))
     entries = list_entries(tx, inode, 0, rows)
-    orphans = []
+    children = list({entry.record.inode: None for entry in entries})
+    records = dict(zip(children, read_inodes(tx, children), strict=True))
     for entry in entries:
         delete_entry(tx, inode, entry.name)
-        if not drop_name(tx, entry.record.inode, session_id, tx.now_ns()).nlink:
-            orphans.append(entry.record.inode)
+        child = entry.record.inode
+        records[child] = _drop_name(tx, child, records[child], session_id, tx.now_ns())
+    orphans = [child for child, left in records.items() if not left.nlink]
     if entries or not files.drop_extents(tx, inode, rows):
         return False, orphans
     _forget_quota(tx, inode, record)

@@ -45,7 +45,7 @@ def _check(tx: ReadTransaction, published: set[int]) -> None:
         owners = {inode: used[block_id, inode] for inode in INODES if used[block_id, inode]}
         assert set(blocks.owners(tx, block_id)) == owners.keys()
         for inode, live in owners.items():
-            assert blocks._live_bytes(tx, block_id, inode) == live
+            assert blocks._live_bytes(tx, [block_id], inode) == {block_id: live}
         assert (tx.get(keys.block(block_id)) is not None) == bool(owners)
         assert (block_id in dead) == (not owners)
 
