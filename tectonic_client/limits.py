@@ -125,6 +125,9 @@ log once (32 MiB: some 20 ms)."""
 SQLITE_WAL_FILE_BYTES: Final = 64 * MiB
 """A write-ahead log that grew beyond this is cut back once its pages are in the database."""
 
+MAX_RUN_BYTES: Final = 1 * MiB
+"""Most that is fetched at once for parts of a chunk that lie near each other: their memory."""
+
 MAX_XATTR_NAME_BYTES: Final = 255
 """Name of an extended attribute, as Linux limits it (XATTR_NAME_MAX)."""
 

@@ -9,7 +9,7 @@ memory: that is the caller's.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Lock
@@ -128,6 +128,23 @@ class ChunkFetcher:
                 self._read(wanted, store, CHUNK_HEADER_BYTES + first, memory, last - first)
             self._verify(wanted, header, first, memory[lead : lead + last - first])
         return memory[lead + wanted.start - first : lead + wanted.end - first]
+
+    def room(self, ranges: Sequence[ChunkRange]) -> int:
+        """Memory that `fetch_plain` needs for any of these ranges, its header known or not."""
+        most = max(self.plain_bytes(wanted) for wanted in ranges) + CHUNK_HEADER_BYTES
+        return min(most, ranges[0].record.chunk_bytes)
+
+    def fetch(
+        self, wanted: ChunkRange, store: ChunkStore, memory: Sequence[memoryview]
+    ) -> memoryview:
+        """The range, verified, in `memory`: of `room`, or of a compressed chunk two pieces, of
+        `compressed_bytes` and for the content. Raises as `fetch_plain`."""
+        if not wanted.compressed:
+            return self.fetch_plain(wanted, store, memory[0][: self.plain_bytes(wanted)])
+        payload, content = memory
+        view = content[: wanted.end - wanted.start]
+        self.fetch_compressed(wanted, store, payload[: self.compressed_bytes(wanted)], view)
+        return view
 
     # --- compressed chunks --------------------------------------------------------------------
 

@@ -7,7 +7,8 @@ on while they are in its cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import trio
@@ -19,9 +20,36 @@ from tectonic_client.blocks.stores import StoreSet
 from tectonic_client.chunkstore.port import ChunkKey, ChunkStore
 from tectonic_client.concurrency import unwrapped_groups
 from tectonic_client.encoding.chunk import padded
+from tectonic_client.limits import CHECKSUM_UNIT_BYTES, MAX_RUN_BYTES
 from tectonic_client.records import BlockRecord
 
 Consumer = Callable[[memoryview], None]
+
+
+class Part(NamedTuple):
+    """Content bytes of a chunk from `start` on, and where they go (any memory)."""
+
+    start: int
+    target: memoryview
+
+    @property
+    def end(self) -> int:
+        """Where they end in the chunk."""
+        return self.start + len(self.target)
+
+
+def _runs(parts: Sequence[Part]) -> list[list[Part]]:
+    """Parts in order, those together that are fetched at once."""
+    runs: list[list[Part]] = []
+    end = 0
+    for part in sorted(parts, key=lambda part: part.start):
+        near = runs and part.start - end <= CHECKSUM_UNIT_BYTES
+        if near and part.end - runs[-1][0].start <= MAX_RUN_BYTES:
+            runs[-1].append(part)
+        else:
+            runs.append([part])
+        end = max(end, part.end) if near else part.end
+    return runs
 
 
 class VerifiedRange:
@@ -82,6 +110,45 @@ class BlockReader:
         wanted = ChunkRange(ChunkKey(block_id, index), record, start, end, context)
         loaded = await self._load(wanted, consume)
         loaded.release()
+
+    async def read_parts(
+        self, block_id: int, record: BlockRecord, index: int, parts: Sequence[Part],
+        *, context: str = "",
+    ) -> None:  # fmt: skip
+        """Fill the targets of many parts of a chunk, in one call of the store's thread.
+
+        Parts that lie near each other are fetched together. When it raises, no target holds a byte
+        that failed its check.
+        """
+        key = ChunkKey(block_id, index)
+        runs = [
+            (ChunkRange(key, record, run[0].start, max(part.end for part in run), context), run)
+            for run in _runs(parts)
+        ]
+        for wanted, _ in runs:
+            wanted.check()
+        async with self._stores.reading(record.places[index].store_id) as slot:
+            sizes = [self._fetcher.room([wanted for wanted, _ in runs])]
+            if runs[0][0].compressed:
+                sizes = [
+                    max(self._fetcher.compressed_bytes(wanted) for wanted, _ in runs),
+                    max(padded(wanted.end - wanted.start) for wanted, _ in runs),
+                ]
+            buffers = await self._pool.acquire_all(sizes)
+            memory = [buffer.memory for buffer in buffers]
+
+            def work(store: ChunkStore) -> None:
+                for wanted, run in runs:
+                    view = self._fetcher.fetch(wanted, store, memory)
+                    for part in run:
+                        start = part.start - wanted.start
+                        copy_bytes(part.target, view[start : start + len(part.target)])
+
+            try:
+                await slot.call(work, tuple(buffers))
+            finally:
+                for buffer in buffers:
+                    buffer.release()
 
     async def read_chunk_range(
         self, block_id: int, record: BlockRecord, index: int, start: int, end: int,

@@ -17,9 +17,10 @@ from operator import methodcaller
 
 import trio
 
-from tectonic_client.blocks.reader import BlockReader
+from tectonic_client.blocks.reader import BlockReader, Part
 from tectonic_client.blocks.stores import StoreSet
 from tectonic_client.chunkstore.port import ChunkKey
+from tectonic_client.concurrency import unwrapped_groups
 from tectonic_client.errors import (
     BadHandle,
     ChunkMissing,
@@ -490,31 +491,30 @@ class Files:
                 start = piece.file_offset - offset
                 target[start : start + piece.length] = part
         records = await self._services.table.load(piece.block_id for piece in stored)
+        chunks: dict[tuple[int, int], list[Part]] = {}
         for piece in stored:
             start = piece.file_offset - offset
-            await self._fetch(
-                state, piece, records[piece.block_id], target[start : start + piece.length],
-                whole_chunk=sequential,
-            )  # fmt: skip
+            part = target[start : start + piece.length]
+            if sequential and not piece.is_small:
+                part[:] = await self._cached(state, piece, records[piece.block_id])
+            else:
+                group = chunks.setdefault((piece.block_id, piece.chunk), [])
+                group.append(Part(piece.chunk_offset, part))
+        with unwrapped_groups():
+            async with trio.open_nursery() as nursery:
+                for (block_id, chunk), parts in chunks.items():
+                    read = partial(self._services.reader.read_parts, context=f"inode {state.inode}")
+                    nursery.start_soon(read, block_id, records[block_id], chunk, parts)
         if sequential:
             await self._read_ahead(state, offset + length)
         return result
 
-    async def _fetch(
-        self, state: OpenInode, piece: Piece, record: BlockRecord, target: memoryview,
-        *, whole_chunk: bool,
-    ) -> None:  # fmt: skip
-        context = f"inode {state.inode}"
-        if whole_chunk:
-            target[:] = await self._services.cache.get(
-                piece.block_id, record, piece.chunk, piece.chunk_offset,
-                piece.chunk_offset + piece.length, context,
-            )  # fmt: skip
-            return
-        block_offset = piece.chunk * self._services.chunk_bytes + piece.chunk_offset
-        await self._services.reader.read_into(
-            piece.block_id, record, block_offset, target, context=context
-        )
+    async def _cached(self, state: OpenInode, piece: Piece, record: BlockRecord) -> memoryview:
+        """The piece, by way of its whole chunk; valid until the next await."""
+        return await self._services.cache.get(
+            piece.block_id, record, piece.chunk, piece.chunk_offset,
+            piece.chunk_offset + piece.length, f"inode {state.inode}",
+        )  # fmt: skip
 
     # --- read-ahead ---------------------------------------------------------------------------
 
@@ -536,7 +536,9 @@ class Files:
         ahead = [
             piece
             for piece in pieces_between(state, self._services.chunk_bytes, position, end)
-            if not piece.pending and not self._services.cache.has(piece.block_id, piece.chunk)
+            if not piece.pending
+            and not piece.is_small
+            and not self._services.cache.has(piece.block_id, piece.chunk)
         ]
         if not ahead:
             return

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from tectonic_client.extents import Extent
 from tectonic_client.filesystem.openinode import OpenInode
+from tectonic_client.limits import CHECKSUM_UNIT_BYTES
 
 
 class Piece(NamedTuple):
@@ -18,6 +19,12 @@ class Piece(NamedTuple):
     chunk: int
     chunk_offset: int
     pending: bool
+
+    @property
+    def is_small(self) -> bool:
+        """Whether it is not worth to load its whole chunk: the rest may lie anywhere in the file,
+        or be overwritten."""
+        return self.length < CHECKSUM_UNIT_BYTES
 
 
 def pieces_between(state: OpenInode, chunk_bytes: int, start: int, end: int) -> Iterator[Piece]:

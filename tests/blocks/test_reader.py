@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tectonic_client.blocks import fetch
 from tectonic_client.blocks.buffers import BufferPool
-from tectonic_client.blocks.reader import BlockReader
+from tectonic_client.blocks.reader import BlockReader, Part
 from tectonic_client.chunkstore.port import ChunkKey
 from tectonic_client.encoding.chunk import ChunkHeader
 from tectonic_client.encoding.compression import FRAME_BYTES
@@ -531,3 +531,28 @@ def test_small_reads_take_little_memory() -> None:
         assert rig.pool.peak_bytes == 64 * KiB
 
     run(test, Rig())
+
+
+@pytest.mark.parametrize("codec", [Codec.NONE, Codec.ZSTD])
+def test_many_parts_of_a_chunk(codec: Codec) -> None:
+    """Parts in any order, near and far, touching and overlapping, all get their bytes; near ones
+    are fetched together."""
+    content = text(CHUNK_BYTES) if codec is Codec.ZSTD else noise(CHUNK_BYTES)
+    places = [(CHUNK_BYTES - 10, 10), (0, 1), (5, 100), (50, 100), (150, 1), (CHUNK_BYTES // 2, 7)]
+    places += [(start, 16) for start in range(0, CHUNK_BYTES, 4096)]
+
+    async def test(rig: Rig) -> None:
+        record = await rig.write(content)
+        targets = [bytearray(length) for _, length in places]
+        parts = [
+            Part(start, memoryview(target))
+            for (start, _), target in zip(places, targets, strict=True)
+        ]
+        await rig.reader.read_parts(BLOCK, record, 0, parts, context="file")
+        assert targets == [content[start : start + length] for start, length in places]
+        assert not rig.pool.used_bytes
+        outside = [Part(CHUNK_BYTES - 1, memoryview(bytearray(2)))]
+        with pytest.raises(CorruptRecord, match="file"):
+            await rig.reader.read_parts(BLOCK, record, 0, outside, context="file")
+
+    run(test, Rig(codec))
