@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
+from collections.abc import Sequence
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -11,7 +13,9 @@ import pytest
 
 from bench.memory import peak_resident_bytes, reset_peak, resident_bytes
 from tectonic_client.checkpoint import CheckpointManager
-from tectonic_client.errors import CheckpointError, NoSpace, RanksMissing
+from tectonic_client.chunkstore.flash import FlashStore
+from tectonic_client.chunkstore.port import ChunkKey
+from tectonic_client.errors import CheckpointError, NoSpace, RanksMissing, StoreUnavailable
 from tectonic_client.limits import DEFAULT_MEMORY_LIMIT_BYTES, KiB, MiB
 from tectonic_client.volume import FormatOptions, format_volume
 from tests.checkpoint.rankprocesses import DIRECTORY, Job, Kill, run_job, same, state_of
@@ -80,6 +84,34 @@ def test_a_store_without_space_for_one_rank(disk_path: Path) -> None:
             assert manager.verify(1).ok
         job = Job(url, 3, 2, seed=3, timeout_s=60, make_state=_of_one_large_rank)
         assert run_job(job) == [None] * 3
+
+
+def _whose_store_is_gone(rank: int, seed: int) -> dict[str, object]:
+    """From here on, as rank 1's first attempt at its second step, this process has no store."""
+    if rank == 1 and seed == 2:
+
+        def gone(self: FlashStore, key: ChunkKey, parts: Sequence[memoryview]) -> None:
+            raise StoreUnavailable(f"store {self.name}: input/output error")
+
+        FlashStore.put = gone  # type: ignore[method-assign]
+    return state_of(rank, seed)
+
+
+def test_one_rank_without_its_store(disk_path: Path) -> None:
+    """That rank gets StoreUnavailable, the others at once an error that names it, long before the
+    timeout; the earlier step stays whole, and the restarted job saves the step."""
+    url = _format(str(disk_path / "meta.db"), disk_path / "store")
+    job = Job(url, 3, 2, seed=2, timeout_s=600, make_state=_whose_store_is_gone)
+    assert run_job(replace(job, step=1, seed=1)) == [None] * 3
+    outcomes = run_job(job)
+    assert isinstance(outcomes[1], StoreUnavailable), outcomes
+    for rank in (0, 2):
+        assert isinstance(outcomes[rank], CheckpointError), outcomes
+        assert "rank 1" in str(outcomes[rank])
+    with CheckpointManager(url, DIRECTORY, run_id="looking") as manager:
+        assert manager.steps() == [1]
+        assert manager.verify(1).ok
+    assert run_job(replace(job, seed=3)) == [None] * 3
 
 
 @pytest.mark.parametrize("kill", [None, Kill("uploading"), Kill("after", "_bring")], ids=str)
