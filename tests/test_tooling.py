@@ -44,7 +44,9 @@ def test_a_detached_process_is_found_named_and_ended(
         ["sh", "-c", "setsid sleep 321 >/dev/null 2>&1 & echo $! >pid"], check=True, cwd=tmp_path
     )
     pid = int((tmp_path / "pid").read_text())
-    while Path(f"/proc/{pid}/comm").read_text() != "sleep\n":  # between two programs it is nobody's
+    process = Path(f"/proc/{pid}")
+    # Between two programs it is nobody's: it has a name before it has an environment.
+    while (process / "comm").read_text() != "sleep\n" or not (process / "environ").read_bytes():
         os.sched_yield()
     watch.note("test_a")
     watch.note("test_b")
