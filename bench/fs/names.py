@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import shutil
 import subprocess
 import sysconfig
-import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -79,9 +80,8 @@ def source_tree(recorder: Recorder) -> None:
     tree = str(directory / _PREFIX)
     with recorder.phase("untar", SECONDS):
         _tool("tar", "-xf", str(recorder.tools.archive), "-C", str(directory), "--no-same-owner")
-    _tool(*_GIT, "-C", tree, "init", "-q")
-    _tool(*_GIT, "-C", tree, "add", "--all", "--force")
-    _tool(*_GIT, "-C", tree, "commit", "-q", "-m", "All files")
+    # The index has other inode numbers and times: git would read every file.
+    _tool(*_GIT, "-C", tree, "update-index", "-q", "--refresh")
     with recorder.phase("git-status", SECONDS):
         changed = _tool(*_GIT, "-C", tree, "status", "--porcelain")
     if changed:
@@ -93,15 +93,23 @@ def source_tree(recorder: Recorder) -> None:
 
 
 def make_archive(path: Path, count: int) -> int:
-    """Pack the first files of Python's library; returns how many there were."""
-    root = Path(sysconfig.get_paths()["stdlib"])
+    """Pack a git repository of the first files of Python's library; returns how many there were.
+
+    Works in a directory beside `path`.
+    """
+    root, tree = Path(sysconfig.get_paths()["stdlib"]), path.with_name(_PREFIX)
     packed = 0
-    with tarfile.open(path, "w") as archive:
-        for source in _sources(root):
-            if packed == count:
-                break
-            archive.add(source, f"{_PREFIX}/{source.relative_to(root)}", recursive=False)
-            packed += 1
+    for source in itertools.islice(_sources(root), count):
+        target = tree / source.relative_to(root)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source, target)
+        packed += 1
+    _tool(*_GIT, "-C", str(tree), "init", "-q")
+    _tool(*_GIT, "-C", str(tree), "add", "--all", "--force")
+    _tool(*_GIT, "-C", str(tree), "commit", "-q", "-m", "All files")
+    _tool(*_GIT, "-C", str(tree), "repack", "-a", "-d", "-q")
+    _tool("tar", "-cf", str(path), "-C", str(tree.parent), tree.name)
+    shutil.rmtree(tree)
     return packed
 
 

@@ -44,7 +44,7 @@ class Sizes:
     small_file_bytes: int = 128 * KiB
     random_reads: int = 4 * KiB
     """Of each job; so many writes too."""
-    tree_files: int = 4_000
+    tree_files: int = 3_000
 
 
 QUICK: Final = Sizes(32 * MiB, 500, 50, 128 * KiB, 256, 100)

@@ -129,12 +129,13 @@ def test_work_of_a_servers_children_counts() -> None:
 
 
 def test_the_archive_holds_as_many_files_as_asked_for(tmp_path: Path) -> None:
-    """The source tree is a part of Python's library, in one directory, regular files only."""
+    """The source tree is a part of Python's library and its repository, in one directory."""
     assert make_archive(tmp_path / "tree.tar", 20) == 20
+    assert [path.name for path in tmp_path.iterdir()] == ["tree.tar"]
     with tarfile.open(tmp_path / "tree.tar") as archive:
-        members = archive.getmembers()
-    assert len(members) == 20
-    assert all(member.isfile() and member.name.startswith("tree/") for member in members)
+        names = [member.name for member in archive.getmembers() if member.isfile()]
+    assert all(name.startswith("tree/") for name in names)
+    assert len([name for name in names if not name.startswith("tree/.git/")]) == 20
 
 
 # --- peers ------------------------------------------------------------------------------------
