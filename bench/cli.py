@@ -32,7 +32,7 @@ _PLAIN_WIDTH = 120
 
 _CASE_HELP = "\n".join(f"  {name:<12} {text}" for name, text in CASES.items())
 
-_FS_CASES: Final = {
+FS_CASES: Final = {
     "seq-1": "one file: sequential write with fsync, cold read, cold read through a mapping",
     "seq-4": "the same bytes in four files at once",
     "random": "4 KiB reads of a cold and a warm file, 4 KiB writes with fsync, 4 processes",
@@ -41,7 +41,7 @@ _FS_CASES: Final = {
     "tree": "untar, git status, du and rm -r of Python's library",
 }
 
-_FS_CASE_HELP = "\n".join(f"  {name:<8} {text}" for name, text in _FS_CASES.items())
+_FS_CASE_HELP = "\n".join(f"  {name:<8} {text}" for name, text in FS_CASES.items())
 
 
 @click.group()
@@ -137,7 +137,7 @@ def checkpoint(
 @click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path))
 @click.option("--bar", is_flag=True, help="Exit code 1 when a promised figure is missed.")
 @click.option(
-    "--only", multiple=True, type=click.Choice(list(_FS_CASES)), metavar="CASE",
+    "--only", multiple=True, type=click.Choice(list(FS_CASES)), metavar="CASE",
     help="Just this case; repeat for several.",
 )  # fmt: skip
 def fs(
@@ -162,7 +162,7 @@ def fs(
     if install_peers:
         install(directory)
     settings = Settings(
-        directory, QUICK if quick else Sizes(), repeat, frozenset(only or _FS_CASES),
+        directory, QUICK if quick else Sizes(), repeat, frozenset(only or FS_CASES),
         tuple(path.resolve() for path in compare), names,
     )  # fmt: skip
     result = run_filesystem(settings)

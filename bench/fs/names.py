@@ -37,8 +37,9 @@ def empty_files(recorder: Recorder) -> None:
             os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
     with recorder.phase("ls-l", SECONDS):
         listed = _tool("ls", "-l", str(directory))
-    if listed.count("\n") != count + 1:
-        raise BenchError(f"ls lists {listed.count(chr(10)) - 1} of {count} files in {directory}")
+    # The first line is the total.
+    if (found := len(listed.splitlines()) - 1) != count:
+        raise BenchError(f"ls lists {found} of {count} files in {directory}")
     with recorder.phase("stat", RATE, count):
         for path in paths:
             os.stat(path)
@@ -51,24 +52,20 @@ def empty_files(recorder: Recorder) -> None:
 def small_files(recorder: Recorder) -> None:
     """The shape of many data sets: each file written at once, and read back cold."""
     sizes = recorder.tools.sizes
-    directory, count, size = recorder.place.directory / "small", *_count_and_size(recorder)
+    directory, count = recorder.place.directory / "small", sizes.small_files
     directory.mkdir()
     paths = [directory / f"sample-{number:06d}" for number in range(count)]
-    contents = os.urandom(size)
+    contents = os.urandom(sizes.small_file_bytes)
     with recorder.phase("small-write", RATE, count):
         for path in paths:
             path.write_bytes(contents)
     with recorder.phase("small-read", RATE, count):
         for path in paths:
-            if len(path.read_bytes()) != sizes.small_file_bytes:
+            if len(path.read_bytes()) != len(contents):
                 raise BenchError(f"{path} reads back too short")
     for path in paths:
         path.unlink()
     directory.rmdir()
-
-
-def _count_and_size(recorder: Recorder) -> tuple[int, int]:
-    return recorder.tools.sizes.small_files, recorder.tools.sizes.small_file_bytes
 
 
 # --- a source tree ----------------------------------------------------------------------------

@@ -16,7 +16,8 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -37,7 +38,36 @@ _BUCKET: Final = "bench"
 _KEY: Final = "bench-access-key"
 _SECRET: Final = "bench-secret-key"
 
-_Start = Callable[[Path, Path], AbstractContextManager[Place]]
+
+@dataclass(slots=True)
+class Host:
+    """What the peers of one run share: where their programs are, and at most one SeaweedFS server.
+
+    What is started for all of them lives below `base`, and ends with `stack`.
+    """
+
+    programs: Path
+    base: Path
+    stack: ExitStack
+    _weed_pid: int | None = None
+
+    def find(self, program: str) -> str:
+        """Path of a program: one that `install` brought, or of the system."""
+        installed = self.programs / "bin" / program
+        found = str(installed) if installed.exists() else shutil.which(program)
+        if found is None:
+            raise BenchError(f"{program} is not installed: repeat with --install-peers")
+        return found
+
+    def weed_server(self) -> int:
+        """Process id of a SeaweedFS of one machine. It uses fixed ports."""
+        if self._weed_pid is None:
+            server = _weed_server(self.find("weed"), self.base / "weed")
+            self._weed_pid = self.stack.enter_context(server)
+        return self._weed_pid
+
+
+_Start = Callable[[Path, Host], AbstractContextManager[Place]]
 
 
 def programs_directory(directory: Path) -> Path:
@@ -58,10 +88,10 @@ def install(directory: Path) -> None:
 
 
 @contextmanager
-def started(name: str, base: Path, programs: Path) -> Iterator[Place]:
+def started(name: str, base: Path, host: Host) -> Iterator[Place]:
     """Run a peer with everything it keeps below `base`. Raises BenchError."""
     (base / "mount").mkdir(parents=True)
-    with PEERS[name](base, programs) as place:
+    with PEERS[name](base, host) as place:
         yield place
 
 
@@ -70,8 +100,8 @@ def started(name: str, base: Path, programs: Path) -> Iterator[Place]:
 
 def _juicefs(name: str, url_of: Callable[[Path], str]) -> _Start:
     @contextmanager
-    def start(base: Path, programs: Path) -> Iterator[Place]:
-        program, url = _find("juicefs", programs), url_of(base)
+    def start(base: Path, host: Host) -> Iterator[Place]:
+        program, url = host.find("juicefs"), url_of(base)
         store = f"{base / 'store'}/"
         _command(
             program, "format", url, "bench",
@@ -88,11 +118,11 @@ def _juicefs(name: str, url_of: Callable[[Path], str]) -> _Start:
 
 
 @contextmanager
-def _rclone(base: Path, programs: Path) -> Iterator[Place]:
+def _rclone(base: Path, host: Host) -> Iterator[Place]:
     store = base / "store"
     store.mkdir()
     command = [
-        _find("rclone", programs), "mount", str(store), str(base / "mount"), "--config", "",
+        host.find("rclone"), "mount", str(store), str(base / "mount"), "--config", "",
         "--vfs-cache-mode", "writes", "--cache-dir", str(base / "cache"),
     ]  # fmt: skip
     with _mounted(command, base) as pid:
@@ -100,28 +130,29 @@ def _rclone(base: Path, programs: Path) -> Iterator[Place]:
 
 
 @contextmanager
-def _seaweedfs(base: Path, programs: Path) -> Iterator[Place]:
+def _seaweedfs(base: Path, host: Host) -> Iterator[Place]:
     command = [
-        _find("weed", programs), "mount", f"-filer=127.0.0.1:{_FILER_PORT}",
+        host.find("weed"), "mount", f"-filer=127.0.0.1:{_FILER_PORT}",
         f"-dir={base / 'mount'}", f"-cacheDir={base / 'cache'}",
     ]  # fmt: skip
     (base / "cache").mkdir()
-    with _weed_server(base, programs) as server, _mounted(command, base) as pid:
+    server = host.weed_server()
+    with _mounted(command, base) as pid:
         yield Place("seaweedfs", base / "mount", (pid, server))
 
 
 @contextmanager
-def _s3fs(base: Path, programs: Path) -> Iterator[Place]:
-    program = _find("s3fs", programs)
+def _s3fs(base: Path, host: Host) -> Iterator[Place]:
+    program = host.find("s3fs")
     command = [
         program, _BUCKET, str(base / "mount"), "-f", "-o", "use_path_request_style",
         "-o", f"url=http://127.0.0.1:{_S3_PORT}",
     ]  # fmt: skip
     keys = {"AWSACCESSKEYID": _KEY, "AWSSECRETACCESSKEY": _SECRET}
-    with _weed_server(base, programs) as server:
-        _post(f"http://127.0.0.1:{_FILER_PORT}/buckets/{_BUCKET}/")
-        with _mounted(command, base, keys) as pid:
-            yield Place("s3fs", base / "mount", (pid, server))
+    server = host.weed_server()
+    _post(f"http://127.0.0.1:{_FILER_PORT}/buckets/{_BUCKET}/")
+    with _mounted(command, base, keys) as pid:
+        yield Place("s3fs", base / "mount", (pid, server))
 
 
 PEERS: Final[dict[str, _Start]] = {
@@ -134,32 +165,22 @@ PEERS: Final[dict[str, _Start]] = {
 
 
 @contextmanager
-def _weed_server(base: Path, programs: Path) -> Iterator[int]:
-    """A SeaweedFS of one machine; its process id. It uses fixed ports: one at a time."""
-    store = base / "weed"
-    store.mkdir()
+def _weed_server(program: str, store: Path) -> Iterator[int]:
     if _answers(_FILER_PORT) or _answers(_S3_PORT):
         raise BenchError(f"something else listens on port {_FILER_PORT} or {_S3_PORT}")
+    store.mkdir(parents=True, exist_ok=True)
     command = [
-        _find("weed", programs), "mini", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-dir={store}",
+        program, "mini", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-dir={store}",
         "-master.telemetry=false", "-s3.port.iceberg=0", "-s3.port.lance=0", "-webdav=false",
         "-admin.ui=false",
     ]  # fmt: skip
     keys = {"AWS_ACCESS_KEY_ID": _KEY, "AWS_SECRET_ACCESS_KEY": _SECRET}
-    with _process(command, base / "server.log", keys) as process:
+    with _process(command, store.with_name("weed.log"), keys) as process:
         _wait_for(process, lambda: _answers(_FILER_PORT) and _answers(_S3_PORT))
         yield process.pid
 
 
 # --- processes and mounts ---------------------------------------------------------------------
-
-
-def _find(program: str, programs: Path) -> str:
-    installed = programs / "bin" / program
-    found = str(installed) if installed.exists() else shutil.which(program)
-    if found is None:
-        raise BenchError(f"{program} is not installed: repeat with --install-peers")
-    return found
 
 
 def _command(*command: str) -> None:

@@ -154,12 +154,12 @@ def _make_places(
             tempfile.TemporaryDirectory(prefix="tectonicfs-bench-", dir=directory)
         )
         setup.places.append(Place(str(directory), Path(inside)))
+    programs = peers.programs_directory(settings.directory)
+    host = peers.Host(programs, scratch / "servers", stack)
     for name in settings.peers:
         on_step(f"starting {name}")
         try:
-            place = stack.enter_context(
-                peers.started(name, scratch / name, peers.programs_directory(settings.directory))
-            )
+            place = stack.enter_context(peers.started(name, scratch / name, host))
         except BenchError as error:
             setup.problems[name] = str(error)
         else:

