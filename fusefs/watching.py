@@ -46,12 +46,17 @@ def _ask(mount: Mount, command: str, **arguments: object) -> Any:
 
 def _look(target: str) -> list[dict[str, Any]]:
     """The stats of the mount on a directory, or of all mounts of a volume on this machine."""
-    if "://" not in target and os.path.isdir(target):
+    if "://" not in target and _is_directory(target):
         return [ask_mount(target, "stats")]
     found = [_ask(mount, "stats") for mount in _mounts_of(target)]
     if not found:
         raise MountError(f"no mount of {display_url(target)} on this machine")
     return found
+
+
+def _is_directory(path: str) -> bool:
+    """Asks nothing of a mount, which may hang."""
+    return find_mount(mount_point(path)) is not None or os.path.isdir(path)
 
 
 def _mounts_of(meta_url: str) -> Iterator[Mount]:
@@ -88,10 +93,11 @@ def show_live(target: str, interval_s: float) -> None:
     with Live(_page(found, {}), console=console, auto_refresh=False, screen=True) as live:
         while True:
             time.sleep(interval_s)
-            earlier = {stats["directory"]: stats for stats in found}
+            earlier = {stats["pid"]: stats for stats in found}
             found = _look(target)
             live.update(_page(found, earlier), refresh=True)
 
 
-def _page(found: list[dict[str, Any]], earlier: dict[str, dict[str, Any]]) -> RenderableType:
-    return Group(*(view(stats, earlier.get(stats["directory"])) for stats in found))
+def _page(found: list[dict[str, Any]], earlier: dict[int, dict[str, Any]]) -> RenderableType:
+    """`earlier` is by process: a mount that was made anew begins at zero."""
+    return Group(*(view(stats, earlier.get(stats["pid"])) for stats in found))

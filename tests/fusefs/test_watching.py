@@ -16,7 +16,15 @@ import pytest
 
 from fusefs.statsview import view
 from tectonic_client.cli.parameters import plain_console
-from tests.fusefs.mounts import COMMAND, TIMEOUT_S, MountedVolume, mounted, refused, tectonicfs
+from tests.fusefs.mounts import (
+    COMMAND,
+    TIMEOUT_S,
+    MountedVolume,
+    format_volume,
+    mounted,
+    refused,
+    tectonicfs,
+)
 
 pytestmark = [pytest.mark.fuse, pytest.mark.usefixtures("fuse")]
 
@@ -95,6 +103,8 @@ def test_the_live_view_is_refreshed(volume: str, tmp_path: Path) -> None:
             os.mkdir(mount.path / "directory")
             _read_until(ours, b"mkdir")
             process.send_signal(signal.SIGINT)
+            with pytest.raises(OSError, match="Input/output error"):  # the end of a terminal
+                _read_until(ours, b"there is no such text")
             assert process.wait(TIMEOUT_S) == 130
         os.close(ours)
 
@@ -142,6 +152,51 @@ def test_the_next_daemon_takes_the_socket_of_a_killed_one(volume: str, tmp_path:
     with mounted(volume, tmp_path / "mnt") as mount:
         assert _stats(mount.path)["pid"] == mount.pid
         tectonicfs("umount", mount.path)
+
+
+_SYNCED = "import os, sys; f = os.open(sys.argv[1], os.O_WRONLY); os.write(f, b'x'); os.fsync(f)"
+
+
+def _touched(path: Path) -> int:
+    path.touch()
+    return path.stat().st_ino
+
+
+def test_a_mount_that_hangs_says_for_what(tmp_path: Path) -> None:
+    """While a store does not answer and a writer hangs, the stats and the flight recorder name the
+    request, its file and the store that it waits for."""
+    with mounted(format_volume(tmp_path), tmp_path / "below") as carrier:
+        upper = tmp_path / "upper"
+        upper.mkdir()
+        url = format_volume(carrier.path, str(upper / "meta.db"))
+        with mounted(url, upper / "mnt") as mount:
+            inode = _touched(mount.path / "f")
+            os.kill(carrier.pid, signal.SIGSTOP)
+            try:
+                # A process of its own: this one's children would wait to close its file.
+                writer = subprocess.Popen([sys.executable, "-c", _SYNCED, str(mount.path / "f")])
+                row = _await_request(mount.path, "fsync")
+                assert (row["outcome"], row["waiting_for"]) == (None, ["store"])
+                assert row["inode"] == inode
+                os.kill(mount.pid, signal.SIGUSR1)
+                about, *lines = _await_dump(mount)
+                assert about["under_way"] >= 1
+                assert "fsync" in [line["operation"] for line in lines if not line["outcome"]]
+            finally:
+                os.kill(carrier.pid, signal.SIGCONT)
+            assert writer.wait(TIMEOUT_S) == 0
+            assert (mount.path / "f").read_bytes() == b"x"
+            tectonicfs("umount", mount.path)
+        tectonicfs("umount", carrier.path)
+
+
+def _await_request(directory: Path, operation: str) -> dict[str, Any]:
+    until = time.monotonic() + TIMEOUT_S
+    while time.monotonic() < until:
+        for row in _stats(directory)["under_way"]:
+            if row["operation"] == operation:
+                return dict(row)
+    raise AssertionError(f"no {operation} under way")
 
 
 # --- the flight recorder ----------------------------------------------------------------------
