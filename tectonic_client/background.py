@@ -9,6 +9,7 @@ import logging
 import random
 from collections.abc import Awaitable, Callable
 from functools import partial
+from operator import itemgetter
 from typing import TypeVar
 
 import trio
@@ -16,14 +17,17 @@ import trio
 from tectonic_client.blocks.buffers import BufferPool
 from tectonic_client.errors import SessionLost, TectonicError
 from tectonic_client.filesystem.chunkcache import ChunkCache
+from tectonic_client.filesystem.compaction import Compactor
 from tectonic_client.filesystem.core import FileSystem
 from tectonic_client.kv.executor import AsyncKV
 from tectonic_client.limits import (
     CLEANUP_AT_START_S,
     CLEANUP_INTERVAL_S,
+    COMPACT_QUIET_S,
     DEAD_BLOCK_GRACE_S,
     DIRTY_EXPIRY_S,
     HEARTBEAT_INTERVAL_S,
+    MAX_COMPACTION_CANDIDATES,
     MEMORY_RETRY_S,
 )
 from tectonic_client.metadata.sessions import claim_cleaning, heartbeat
@@ -41,6 +45,9 @@ class Signals:
         self.garbage = trio.Event()
         self.memory = trio.Event()
         self.orphans: set[int] = set()
+        self.compaction = trio.Event()
+        self.candidates: dict[int, float] = {}
+        """Inodes that are worth compacting, and when that was noted (trio's clock)."""
 
     def orphaned(self, inode: int) -> None:
         """The inode lost its last name and is not open."""
@@ -50,6 +57,12 @@ class Signals:
     def blocks_freed(self) -> None:
         """Blocks may have died."""
         self.garbage.set()
+
+    def scattered(self, inode: int) -> None:
+        """A file consists of many extents."""
+        if len(self.candidates) < MAX_COMPACTION_CANDIDATES or inode in self.candidates:
+            self.candidates[inode] = trio.current_time()
+            self.compaction.set()
 
     def memory_wanted(self) -> None:
         """Somebody waits for a buffer."""
@@ -61,9 +74,10 @@ class BackgroundTasks:
 
     def __init__(
         self, kv: AsyncKV, session_id: int, filesystem: FileSystem, cleaner: Cleaner,
-        cache: ChunkCache, pool: BufferPool, signals: Signals,
+        cache: ChunkCache, pool: BufferPool, signals: Signals, compactor: Compactor,
     ) -> None:  # fmt: skip
         self._kv = kv
+        self.compactor = compactor
         self._session_id = session_id
         self._filesystem = filesystem
         self._cleaner = cleaner
@@ -81,6 +95,7 @@ class BackgroundTasks:
             nursery.start_soon(self._filesystem.follower.run)
             nursery.start_soon(self._flush_expired)
             nursery.start_soon(self._collect_garbage)
+            nursery.start_soon(self._compact)
             nursery.start_soon(self._clean_up)
 
     async def _beat(self) -> None:
@@ -130,6 +145,19 @@ class BackgroundTasks:
             inode = next(iter(self._signals.orphans))
             await self._cleaner.reclaim(inode)
             self._signals.orphans.discard(inode)
+
+    async def _compact(self) -> None:
+        """Compact files that were written in small pieces and have been left alone since."""
+        candidates = self._signals.candidates
+        while True:
+            await self._signals.compaction.wait()
+            inode, noted = min(candidates.items(), key=itemgetter(1))
+            await trio.sleep_until(noted + COMPACT_QUIET_S)
+            if candidates[inode] == noted:
+                del candidates[inode]
+                await self._attempt(partial(self.compactor.compact, inode))
+            if not candidates:
+                self._signals.compaction = trio.Event()
 
     async def _clean_up(self) -> None:
         """Look after what dead clients left: at the start, then now and then.

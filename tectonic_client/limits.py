@@ -125,6 +125,18 @@ log once (32 MiB: some 20 ms)."""
 SQLITE_WAL_FILE_BYTES: Final = 64 * MiB
 """A write-ahead log that grew beyond this is cut back once its pages are in the database."""
 
+COMPACT_MIN_EXTENTS: Final = 16
+"""A stretch of one chunk's length at most that consists of so many extents is copied into one."""
+
+COMPACT_QUIET_S: Final = 5.0
+"""How long a file is left alone before it is compacted: it may be written on."""
+
+COMPACT_STEP_BYTES: Final = 1 * MiB
+"""Bytes that compaction reads at once, outside of the buffer pool."""
+
+MAX_COMPACTION_CANDIDATES: Final = 1024
+"""Files that wait for being compacted; more are left as they are until they are written again."""
+
 MAX_RUN_BYTES: Final = 1 * MiB
 """Most that is fetched at once for parts of a chunk that lie near each other: their memory."""
 

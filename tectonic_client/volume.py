@@ -43,6 +43,7 @@ from tectonic_client.errors import (
 from tectonic_client.filesystem.audience import Audience
 from tectonic_client.filesystem.blocktable import BlockTable
 from tectonic_client.filesystem.chunkcache import ChunkCache
+from tectonic_client.filesystem.compaction import Compactor
 from tectonic_client.filesystem.core import FileSystem
 from tectonic_client.filesystem.files import FileServices
 from tectonic_client.filesystem.follower import Follower
@@ -408,14 +409,15 @@ def _assemble(
         kv=kv, session_id=session_id, stores=stores,
         write=WriteServices(writer, pool, ids.next_id, nursery, backend.debris.note),
         reader=reader, cache=cache, table=BlockTable(kv), chunk_bytes=record.chunk_bytes,
-        on_blocks_freed=signals.blocks_freed, audience=audience,
+        on_blocks_freed=signals.blocks_freed, on_scattered=signals.scattered, audience=audience,
     )  # fmt: skip
     follower = Follower(kv, session_id)
     filesystem = FileSystem(
         services, ids, follower, read_only=options.read_only, on_orphan=signals.orphaned
     )
     cleaner = Cleaner(kv, stores, session_id, filesystem.files.is_open)
-    tasks = BackgroundTasks(kv, session_id, filesystem, cleaner, cache, pool, signals)
+    compactor = Compactor(services, filesystem.files)
+    tasks = BackgroundTasks(kv, session_id, filesystem, cleaner, cache, pool, signals, compactor)
     return Volume(
         url=meta_url, record=record, options=options, kv=kv, session_id=session_id, ids=ids,
         stores=stores, meters=backend.meters, debris=backend.debris, pool=pool, writer=writer,

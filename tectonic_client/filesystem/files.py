@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import methodcaller
@@ -37,7 +37,7 @@ from tectonic_client.filesystem.audience import Audience
 from tectonic_client.filesystem.blocktable import BlockTable
 from tectonic_client.filesystem.chunkcache import ChunkCache
 from tectonic_client.filesystem.openinode import FileHandle, OpenInode
-from tectonic_client.filesystem.pieces import Piece, pieces_between
+from tectonic_client.filesystem.pieces import Piece, is_scattered, pieces_between
 from tectonic_client.filesystem.writelog import WriteLog, WriteServices
 from tectonic_client.kv.executor import AsyncKV
 from tectonic_client.kv.port import ReadTransaction, Transaction
@@ -72,6 +72,7 @@ class FileServices:
     table: BlockTable
     chunk_bytes: int
     on_blocks_freed: Callable[[], None]
+    on_scattered: Callable[[int], None]
     audience: Audience
 
 
@@ -209,6 +210,23 @@ class Files:
         if not discard:
             handle.raise_failure(told=True)
 
+    @asynccontextmanager
+    async def visited(self, inode: int) -> AsyncIterator[OpenInode]:
+        """The inode's shared state, up to date, for a task of this client. Raises StaleHandle."""
+        state = self._enter(inode)
+        state.visitors += 1
+        try:
+            await self._reload(state)
+            yield state
+        finally:
+            state.visitors -= 1
+            await self._leave(state)
+
+    async def read_stored(self, state: OpenInode, offset: int, length: int) -> Bytes:
+        """Published bytes, with the inode's lock held and nothing pending. Raises as `read`."""
+        pieces = list(pieces_between(state, self._services.chunk_bytes, offset, offset + length))
+        return await self._gather(state, pieces, offset, length, sequential=False)
+
     def _enter(self, inode: int) -> OpenInode:
         state = self._open.get(inode)
         if state is None:
@@ -220,7 +238,7 @@ class Files:
         """One user less. Between the look whether it is the last one and its going lies no await
         but those under the lock, which whoever comes meanwhile waits for."""
         try:
-            if state.users == 1 and not state.log.empty:
+            if state.users - state.visitors == 1 and not state.log.empty:
                 with trio.CancelScope(shield=True):
                     await self._finish(state, discard=discard)
         finally:
@@ -235,7 +253,7 @@ class Files:
                 if state.dirty and not discard:
                     await self._publish(state, durable=False)
             finally:
-                if state.users == 1:
+                if state.users - state.visitors == 1:
                     await self._drop_log(state)
 
     # --- writing ------------------------------------------------------------------------------
@@ -351,6 +369,8 @@ class Files:
         state.unseen.update(positions)
         self._services.table.add(blocks)
         self._services.on_blocks_freed()
+        if is_scattered(len(state.extents), state.size, self._services.chunk_bytes):
+            self._services.on_scattered(state.inode)
         await discard_unused()
 
     async def _vanished(self, in_doubt: Mapping[int, BlockRecord]) -> set[int]:

@@ -25,6 +25,8 @@ class OpenInode:
     def __init__(self, inode: int, log: WriteLog) -> None:
         self.inode = inode
         self.users = 0
+        self.visitors = 0
+        """Those of the users that are tasks of this client: no program waits for their close."""
         self.lock = trio.Lock()
         self.log = log
         self.record: InodeRecord | None = None
@@ -65,6 +67,11 @@ class OpenInode:
         self.version += 1
         self.record = record
         self.settle()
+
+    def replaced(self, extent: Extent) -> None:
+        """The same bytes lie in this extent from now on."""
+        self.extents.insert(extent)
+        self.version += 1
 
     def settle(self) -> None:
         """Nothing is pending: it was published or given up."""

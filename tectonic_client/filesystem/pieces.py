@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from tectonic_client.extents import Extent
 from tectonic_client.filesystem.openinode import OpenInode
-from tectonic_client.limits import CHECKSUM_UNIT_BYTES
+from tectonic_client.limits import CHECKSUM_UNIT_BYTES, COMPACT_MIN_EXTENTS
 
 
 class Piece(NamedTuple):
@@ -25,6 +25,11 @@ class Piece(NamedTuple):
         """Whether it is not worth to load its whole chunk: the rest may lie anywhere in the file,
         or be overwritten."""
         return self.length < CHECKSUM_UNIT_BYTES
+
+
+def is_scattered(extents: int, size: int, chunk_bytes: int) -> bool:
+    """Whether a file of so many extents may have stretches that are worth compacting."""
+    return extents >= COMPACT_MIN_EXTENTS + size // chunk_bytes
 
 
 def pieces_between(state: OpenInode, chunk_bytes: int, start: int, end: int) -> Iterator[Piece]:
