@@ -1,4 +1,4 @@
-"""A fair lock between the processes of one machine, on two bytes of a file.
+"""A fair lock between the processes of one machine, on bytes of a file.
 
 SQLite's own write lock is correct but deals badly with contention: a waiter sleeps and polls, for
 up to 100 ms, and one process that writes all the time starves the others for seconds. This lock
@@ -7,7 +7,8 @@ decides whose turn it is; it protects nothing by itself. The kernel wakes its wa
 Whoever wants the lock first takes byte 0 (the gate), then byte 1 (the lock), then leaves the gate.
 The kernel wakes waiters but hands nothing over, so without the gate a holder that lets go and asks
 again would mostly win. With it, a waiter has the whole time that the lock is held to wake up and
-step into the gate, and from there cannot be overtaken.
+step into the gate, and from there cannot be overtaken. Byte 2 is a lock of its own that is only
+ever tried.
 
 The locks belong to the open file description (F_OFD_SETLKW, fcntl(2)): they also work between two
 instances in one process, and the kernel drops them when the process dies. A forked child would
@@ -20,6 +21,8 @@ import fcntl
 import os
 import struct
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Final
 
@@ -35,6 +38,8 @@ _TAKE_GATE: Final = _flock(fcntl.F_WRLCK, 0)
 _LEAVE_GATE: Final = _flock(fcntl.F_UNLCK, 0)
 _TAKE_LOCK: Final = _flock(fcntl.F_WRLCK, 1)
 _LEAVE_LOCK: Final = _flock(fcntl.F_UNLCK, 1)
+_TAKE_SIDE_LOCK: Final = _flock(fcntl.F_WRLCK, 2)
+_LEAVE_SIDE_LOCK: Final = _flock(fcntl.F_UNLCK, 2)
 
 
 class FairFileLock:
@@ -60,6 +65,16 @@ class FairFileLock:
             return self._try(_TAKE_LOCK)
         finally:
             fcntl.fcntl(self._descriptor, fcntl.F_OFD_SETLK, _LEAVE_GATE)
+
+    @contextmanager
+    def side_lock(self) -> Iterator[bool]:
+        """Another lock, on a third byte, that nobody waits for: True where it was taken."""
+        taken = self._try(_TAKE_SIDE_LOCK)
+        try:
+            yield taken
+        finally:
+            if taken:
+                fcntl.fcntl(self._descriptor, fcntl.F_OFD_SETLK, _LEAVE_SIDE_LOCK)
 
     def _try(self, flock: bytes) -> bool:
         try:

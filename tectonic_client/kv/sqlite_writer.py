@@ -377,21 +377,21 @@ class SqliteWriter:
     def _checkpoint(self) -> None:
         """Move the WAL's pages into the database now and then.
 
-        Most of them while everybody goes on, by a connection of its own. The rest while all others
-        wait (some milliseconds): if they went on appending, the end of the WAL would never be
-        reached under steady load, and it would grow for ever. A long read somewhere lets the
-        checkpoint stop short; it is then tried again later.
+        Most of them while everybody goes on, by a connection of its own, one process at a time.
+        The rest while all others wait (some milliseconds): if they went on appending, the end of
+        the WAL would never be reached under steady load, and it would grow for ever. A long read
+        somewhere lets the checkpoint stop short; it is then tried again later.
         """
         if not self._is_checkpoint_due():
             return
         pages = self._wal_pages
         try:
-            self._move_pages(self._checkpointer)
-            with self._writing, self._turn:
-                pages = self._wal_pages
-                self._move_pages(self._connection)
-        except apsw.BusyError:
-            _log.debug("%s: another process moves the pages of the WAL", self._path)
+            with self._turn.side_lock() as alone:
+                if alone:  # else another process is at it, for all
+                    self._move_pages(self._checkpointer)
+                    with self._writing, self._turn:
+                        pages = self._wal_pages
+                        self._move_pages(self._connection)
         except (apsw.Error, OSError) as error:
             # Nothing is lost, the WAL only grows; the next attempt comes with more pages.
             _log.warning("%s: checkpoint failed: %s", self._path, error)
