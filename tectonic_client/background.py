@@ -6,6 +6,7 @@ Each task outlives any TectonicError: it is logged and the work is tried again a
 from __future__ import annotations
 
 import logging
+import math
 import random
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -29,6 +30,8 @@ from tectonic_client.limits import (
     HEARTBEAT_INTERVAL_S,
     MAX_COMPACTION_CANDIDATES,
     MEMORY_RETRY_S,
+    OPEN_FILES_LOOK_S,
+    ORPHAN_GRACE_S,
 )
 from tectonic_client.metadata.sessions import claim_cleaning, heartbeat
 from tectonic_client.upkeep.leftovers import Cleaner
@@ -44,14 +47,19 @@ class Signals:
     def __init__(self) -> None:
         self.garbage = trio.Event()
         self.memory = trio.Event()
-        self.orphans: set[int] = set()
+        self.orphans: dict[int, float] = {}
+        """Inodes to reclaim and since when, the oldest first."""
+        self.released: set[int] = set()
+        """Those of them that other clients have not been told of."""
         self.compaction = trio.Event()
         self.candidates: dict[int, float] = {}
         """Inodes that are worth compacting, and when that was noted (trio's clock)."""
 
-    def orphaned(self, inode: int) -> None:
-        """The inode lost its last name and is not open."""
-        self.orphans.add(inode)
+    def orphaned(self, inode: int, *, was_open: bool) -> None:
+        """The inode has no name and is not open, or not any more."""
+        self.orphans[inode] = trio.current_time()
+        if was_open:
+            self.released.add(inode)
         self.garbage.set()
 
     def blocks_freed(self) -> None:
@@ -97,6 +105,7 @@ class BackgroundTasks:
             nursery.start_soon(self._collect_garbage)
             nursery.start_soon(self._compact)
             nursery.start_soon(self._clean_up)
+            nursery.start_soon(self._keep_removed_files)
 
     async def _beat(self) -> None:
         while True:
@@ -136,15 +145,34 @@ class BackgroundTasks:
             waiting = await self._attempt(self._collect) or 0
 
     async def _collect(self) -> int:
-        await self.reclaim_orphans()
-        return await self._cleaner.delete_dead_blocks()
+        await self.reclaim_due_orphans()
+        return await self._cleaner.delete_dead_blocks() + len(self._signals.orphans)
 
-    async def reclaim_orphans(self) -> None:
-        """Reclaim what was orphaned by this client so far."""
+    async def reclaim_due_orphans(self) -> None:
+        """Reclaim what was orphaned by this client, as soon as others may have taken it over."""
+        if not self._signals.orphans or not await self._cleaner.has_company():
+            self._signals.released.clear()
+            await self.reclaim_orphans()
+            return
+        while self._signals.released:
+            inode = next(iter(self._signals.released))
+            await self._cleaner.release(inode)
+            self._signals.released.discard(inode)
+        await self.reclaim_orphans(trio.current_time() - ORPHAN_GRACE_S)
+
+    async def reclaim_orphans(self, until: float = math.inf) -> None:
+        """Reclaim what was orphaned by this client so far, or until some time."""
         while self._signals.orphans:
-            inode = next(iter(self._signals.orphans))
+            inode, since = next(iter(self._signals.orphans.items()))
+            if since > until:
+                return
             await self._cleaner.reclaim(inode)
-            self._signals.orphans.discard(inode)
+            self._signals.orphans.pop(inode, None)
+
+    async def _keep_removed_files(self) -> None:
+        while True:
+            await trio.sleep(OPEN_FILES_LOOK_S)
+            await self._attempt(self._filesystem.keep_removed_files)
 
     async def _compact(self) -> None:
         """Compact files that were written in small pieces and have been left alone since."""

@@ -348,6 +348,16 @@ CLEANUP_INTERVAL_S: Final = 60.0
 CLEANUP_AT_START_S: Final = 1.0
 """A new client does so unless another began within this: ranks that start together need not."""
 
+ORPHAN_GRACE_S: Final = 30.0
+"""While other sessions live, a removed file is kept for this long, for those that have it open to
+take it over: they look every OPEN_FILES_LOOK_S."""
+
+OPEN_FILES_LOOK_S: Final = 10.0
+"""How often a client looks which of its open files others have removed: no open needs to tell."""
+
+OPEN_FILES_PAGE: Final = 256
+"""Open files looked at in one read."""
+
 DEAD_BLOCK_GRACE_S: Final = 30.0
 """While other sessions live, chunks of a deleted block stay readable for this long."""
 

@@ -540,7 +540,7 @@ def _told_if_slow(step: str) -> Iterator[None]:
 
 async def _collect_garbage(volume: Volume) -> None:
     """What fails here is left to the next client, as after a crash."""
-    for step in (volume.tasks.reclaim_orphans, volume.cleaner.delete_dead_blocks):
+    for step in (volume.tasks.reclaim_due_orphans, volume.cleaner.delete_dead_blocks):
         await _attempt(volume, step)
 
 

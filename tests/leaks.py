@@ -42,7 +42,7 @@ async def clean(volume: Volume) -> None:
     """Remove what crashes, faults and deletions left, at once."""
     await volume.cleaner.clean_dead_sessions()
     await volume.tasks.reclaim_orphans()
-    await volume.cleaner.reclaim_abandoned_orphans()
+    await volume.cleaner.reclaim_abandoned_orphans(wait_for_others=False)
     await volume.cleaner.delete_dead_blocks(wait_for_readers=False)
 
 

@@ -12,7 +12,8 @@ import os
 import stat
 import time
 from collections.abc import Callable, Collection
-from typing import TypeVar
+from functools import partial
+from typing import Protocol, TypeVar
 
 import trio
 
@@ -34,7 +35,7 @@ from tectonic_client.filesystem.openinode import DirectoryHandle, FileHandle, Ha
 from tectonic_client.filesystem.paths import path_of, resolve
 from tectonic_client.filesystem.quotagate import QuotaGate
 from tectonic_client.kv.port import Transaction
-from tectonic_client.limits import SCAN_PAGE_ROWS
+from tectonic_client.limits import OPEN_FILES_PAGE, SCAN_PAGE_ROWS
 from tectonic_client.metadata.changes import Changes, Positions
 from tectonic_client.metadata.ids import IdAllocator
 from tectonic_client.metadata.inodes import (
@@ -44,6 +45,7 @@ from tectonic_client.metadata.inodes import (
     read_inode,
     read_symlink,
 )
+from tectonic_client.metadata.orphans import find_removed, take_over
 from tectonic_client.records import InodeFlag, InodeRecord
 from tectonic_client.types import (
     AttributeChanges,
@@ -55,6 +57,14 @@ from tectonic_client.types import (
 )
 
 T = TypeVar("T")
+
+
+class OnOrphan(Protocol):
+    """Is told of inodes to reclaim."""
+
+    def __call__(self, inode: int, *, was_open: bool) -> None:
+        """The inode has no name and is not open here; `was_open` until now."""
+
 
 _log = logging.getLogger(__name__)
 
@@ -75,7 +85,7 @@ class FileSystem:
         follower: Follower,
         *,
         read_only: bool,
-        on_orphan: Callable[[int], None],
+        on_orphan: OnOrphan,
     ) -> None:
         self._kv = services.kv
         self._session_id = services.session_id
@@ -241,7 +251,7 @@ class FileSystem:
             await cloner.clone(source, parent, name)
         except BaseException:
             if cloner.root:
-                self._on_orphan(cloner.root)
+                self._on_orphan(cloner.root, was_open=False)
             raise
         await self.audience.has_seen(cloner.positions)
         return cloner.report
@@ -253,12 +263,32 @@ class FileSystem:
         if self._files.is_open(inode):
             self._orphans.add(inode)
         else:
-            self._on_orphan(inode)
+            self._on_orphan(inode, was_open=False)
 
     def _closed(self, inode: int) -> None:
         if inode in self._orphans:
             self._orphans.discard(inode)
-            self._on_orphan(inode)
+            self._on_orphan(inode, was_open=True)
+
+    async def keep_removed_files(self) -> None:
+        """Take over open files that other clients have removed, so that they stay until closed.
+
+        Done often enough (see ORPHAN_GRACE_S), no open has to tell other clients of itself.
+        """
+        inodes = self._files.open_inodes()
+        for start in range(0, len(inodes), OPEN_FILES_PAGE):
+            page, known = inodes[start : start + OPEN_FILES_PAGE], frozenset(self._orphans)
+            for inode in await self._kv.read(partial(find_removed, inodes=page, known=known)):
+                await self._take_over(inode)
+
+    async def _take_over(self, inode: int) -> None:
+        keep = partial(take_over, inode=inode, session_id=self._session_id)
+        if not await self._kv.transact(keep, brief=True):
+            _log.error("inode %d is open, but another client removed it: its data is gone", inode)
+        if self._files.is_open(inode):
+            self._orphans.add(inode)
+        else:
+            self._on_orphan(inode, was_open=True)
 
     # --- attributes ---------------------------------------------------------------------------
 

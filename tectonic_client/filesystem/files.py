@@ -52,6 +52,7 @@ from tectonic_client.metadata import quotas
 from tectonic_client.metadata.blocks import named_blocks
 from tectonic_client.metadata.changes import Changes, Positions
 from tectonic_client.metadata.inodes import read_inode, write_inode
+from tectonic_client.metadata.orphans import is_whole
 from tectonic_client.metadata.sessions import heartbeat, require_session
 from tectonic_client.records import BlockRecord, FileType, InodeFlag, InodeRecord
 from tectonic_client.types import Change, ChangeKind
@@ -92,6 +93,10 @@ class Files:
     def is_open(self, inode: int) -> bool:
         """Whether some handle of this client refers to the inode."""
         return inode in self._open
+
+    def open_inodes(self) -> list[int]:
+        """All inodes that some handle of this client refers to."""
+        return list(self._open)
 
     def state_of(self, inode: int) -> OpenInode | None:
         """The shared state of an open inode."""
@@ -179,6 +184,8 @@ class Files:
     async def _load(self, state: OpenInode) -> None:
         def load(tx: ReadTransaction) -> tuple[InodeRecord, list[Extent], int | None]:
             record = read_inode(tx, state.inode)
+            if not record.nlink and not is_whole(tx, state.inode):
+                raise StaleHandle(f"inode {state.inode} was removed")
             quota = quotas.quota_of(tx, state.inode, record)
             return record, file_layer.read_extents(tx, state.inode), quota
 

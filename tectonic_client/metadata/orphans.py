@@ -1,5 +1,10 @@
 """Inodes without a name: noted when the last name goes, reclaimed in bounded transactions.
 
+The record of an orphan names the session that is to reclaim it. A client that has the file open and
+finds that another one removed it takes it over (`take_over`), and hands it back when it closes it
+(`release`); so it stays while somebody has it open. Once its reclaiming has begun (RECLAIMING)
+nobody can take it over any more: some of its extents may be gone.
+
 A directory may be orphaned with all that is in it (a deleted checkpoint, an abandoned attempt):
 reclaiming it takes its entries out, which orphans its children in turn. Functions over a
 transaction.
@@ -7,14 +12,19 @@ transaction.
 
 from __future__ import annotations
 
+from collections.abc import Container, Sequence
 from dataclasses import replace
+from typing import Final
 
-from tectonic_client.kv.port import Transaction
+from tectonic_client.kv.port import ReadTransaction, Transaction
 from tectonic_client.limits import RECLAIM_BATCH_ROWS
-from tectonic_client.metadata import files, keys, quotas
+from tectonic_client.metadata import files, keys, quotas, sessions
 from tectonic_client.metadata.inodes import read_inode, read_inodes, write_inode
 from tectonic_client.metadata.names import delete_entry, list_entries
 from tectonic_client.records import InodeRecord, OrphanRecord
+
+RECLAIMING: Final = 2**64 - 1
+"""Session of an orphan of which a part may be gone."""
 
 
 def write_orphan(tx: Transaction, inode: int, session_id: int) -> None:
@@ -38,14 +48,55 @@ def _drop_name(
     return record
 
 
+def read_holder(tx: ReadTransaction, inode: int) -> int | None:
+    """The session that is to reclaim an orphan, 0 or RECLAIMING; None where it is none."""
+    row = tx.get(keys.orphan(inode))
+    return None if row is None else OrphanRecord.decode(row).session
+
+
+def is_whole(tx: ReadTransaction, inode: int) -> bool:
+    """Whether an inode without links can still be read."""
+    return read_holder(tx, inode) not in (None, RECLAIMING)
+
+
+def find_removed(tx: ReadTransaction, inodes: Sequence[int], known: Container[int]) -> list[int]:
+    """Those of the inodes, open here, that have no name and nobody to keep them.
+
+    Of those that are `known` to be removed somebody does who holds them and lives.
+    """
+    rows = tx.get_many([keys.attributes(inode) for inode in inodes])
+    pairs = zip(inodes, rows, strict=True)
+    removed = [i for i, row in pairs if row is None or not InodeRecord.decode(row).nlink]
+    holders = {inode: read_holder(tx, inode) for inode in removed}
+    living = sessions.living(tx, {holder for holder in holders.values() if holder})
+    return [i for i, holder in holders.items() if i not in known or holder not in living]
+
+
+def take_over(tx: Transaction, inode: int, session_id: int) -> bool:
+    """Keep an orphan for a session that has it open; False where it is (partly) gone."""
+    sessions.require_session(tx, session_id)
+    if not is_whole(tx, inode):
+        return False
+    write_orphan(tx, inode, session_id)
+    return True
+
+
+def release(tx: Transaction, inode: int, session_id: int) -> None:
+    """The session has the orphan open no more: others may, and take it over."""
+    if read_holder(tx, inode) == session_id:
+        write_orphan(tx, inode, 0)
+
+
 def reclaim(
     tx: Transaction, inode: int, session_id: int, rows: int = RECLAIM_BATCH_ROWS
 ) -> tuple[bool, list[int]]:
     """Remove a batch of what an orphan consists of: at most about `rows` entries or extents.
 
-    Returns whether the inode is gone with all its records, and the orphans that this made.
+    Returns whether there is nothing left to do, and the orphans that this made. It is not reclaimed
+    where another session that lives has taken it over.
     """
-    if tx.get(keys.orphan(inode)) is None:
+    holder = read_holder(tx, inode)
+    if holder is None or (holder != session_id and sessions.living(tx, [holder])):
         return True, []
     record = read_inode(tx, inode)
     if record.nlink:
@@ -60,6 +111,7 @@ def reclaim(
         records[child] = _drop_name(tx, child, records[child], session_id, tx.now_ns())
     orphans = [child for child, left in records.items() if not left.nlink]
     if entries or not files.drop_extents(tx, inode, rows):
+        write_orphan(tx, inode, RECLAIMING)
         return False, orphans
     _forget_quota(tx, inode, record)
     prefix = keys.group(keys.FILE, inode)

@@ -7,18 +7,23 @@ work in the metadata and forgets it only after it is done.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
+
+import trio
 
 from tectonic_client.blocks.stores import StoreSet
 from tectonic_client.chunkstore.port import ChunkKey, ChunkStore
-from tectonic_client.errors import CorruptionError, CorruptRecord, TectonicError
+from tectonic_client.errors import CorruptionError, CorruptRecord, StaleHandle, TectonicError
 from tectonic_client.kv.executor import AsyncKV
 from tectonic_client.kv.port import ReadTransaction
 from tectonic_client.limits import (
     BRIEF_BATCH_ROWS,
     DEAD_BLOCK_GRACE_S,
     DELETE_BATCH_CHUNKS,
+    ORPHAN_GRACE_S,
     RECLAIM_BATCH_ROWS,
     SCAN_PAGE_ROWS,
 )
@@ -26,7 +31,7 @@ from tectonic_client.metadata import blocks, changes, keys, orphans, sessions
 from tectonic_client.metadata.inodes import read_inode
 from tectonic_client.metadata.scans import scan_layer
 from tectonic_client.metadata.sessions import describe
-from tectonic_client.records import DeadBlockRecord, OrphanRecord
+from tectonic_client.records import DeadBlockRecord, FileType, OrphanRecord
 
 _log = logging.getLogger(__name__)
 _NS_PER_S = 1_000_000_000
@@ -43,6 +48,8 @@ class Cleaner:
         self._stores = stores
         self._session_id = session_id
         self._is_open = is_open
+        self._first_seen: dict[int, float] = {}
+        """When files that somebody left without a name were met first."""
 
     # --- dead sessions ------------------------------------------------------------------------
 
@@ -86,9 +93,34 @@ class Cleaner:
 
     # --- orphans ------------------------------------------------------------------------------
 
-    async def reclaim_abandoned_orphans(self) -> None:
-        """Reclaim inodes without a name that no live session has open."""
-        while found := await self._kv.read(self._abandoned_orphans):
+    async def has_company(self) -> bool:
+        """Whether other clients live."""
+        look = partial(sessions.other_sessions_live, session_id=self._session_id)
+        return await self._kv.read(look)
+
+    async def release(self, inode: int) -> None:
+        """Hand an orphan back that this client had open."""
+        release = partial(orphans.release, inode=inode, session_id=self._session_id)
+        await self._kv.transact(release, brief=True)
+
+    async def reclaim_abandoned_orphans(self, *, wait_for_others: bool = True) -> None:
+        """Reclaim inodes without a name that no live session has open.
+
+        While other clients live files stay for ORPHAN_GRACE_S after they were met first, for those
+        that have them open to take them over.
+        """
+        wait = wait_for_others and await self.has_company()
+        met, self._first_seen = self._first_seen, {}
+        now = trio.current_time()
+        limit = now - ORPHAN_GRACE_S if wait else math.inf
+
+        def is_due(tx: ReadTransaction, inode: int) -> bool:
+            if not _is_file(tx, inode):
+                return True
+            since = self._first_seen[inode] = met.get(inode, now)
+            return since <= limit
+
+        while found := await self._kv.read(lambda tx: self._abandoned_orphans(tx, is_due)):
             corrupt: CorruptionError | None = None
             for inode in found:
                 try:
@@ -98,7 +130,9 @@ class Cleaner:
             if corrupt is not None:
                 raise corrupt
 
-    def _abandoned_orphans(self, tx: ReadTransaction) -> list[int]:
+    def _abandoned_orphans(
+        self, tx: ReadTransaction, is_due: Callable[[ReadTransaction, int], bool]
+    ) -> list[int]:
         """At most a page of them."""
         found: list[int] = []
         for page in scan_layer(tx, keys.ORPHAN):
@@ -109,8 +143,8 @@ class Cleaner:
                     # With links it is no removed file but a hidden directory that is in use.
                     abandoned = not self._is_open(inode) and not read_inode(tx, inode).nlink
                 else:
-                    abandoned = holder not in living
-                if abandoned:
+                    abandoned = holder not in living and not self._is_open(inode)
+                if abandoned and is_due(tx, inode):
                     found.append(inode)
             if len(found) >= SCAN_PAGE_ROWS:
                 break
@@ -201,6 +235,13 @@ class Cleaner:
         for stripe in await self._kv.read(changes.stripes_to_trim):
             while await self._kv.transact(partial(changes.trim, stripe=stripe)):
                 pass
+
+
+def _is_file(tx: ReadTransaction, inode: int) -> bool:
+    """Whether it is a file that somebody can have open; not where its record is gone or broken."""
+    with suppress(CorruptRecord, StaleHandle):
+        return read_inode(tx, inode).file_type is FileType.REGULAR
+    return False
 
 
 def _delete_from(chunks: Sequence[ChunkKey], store: ChunkStore) -> None:
