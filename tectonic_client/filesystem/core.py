@@ -275,7 +275,7 @@ class FileSystem:
 
         Done often enough (see ORPHAN_GRACE_S), no open has to tell other clients of itself.
         """
-        inodes = self._files.open_inodes()
+        inodes = self._files.inodes()
         for start in range(0, len(inodes), OPEN_FILES_PAGE):
             page, known = inodes[start : start + OPEN_FILES_PAGE], frozenset(self._orphans)
             for inode in await self._kv.read(partial(find_removed, inodes=page, known=known)):

@@ -94,7 +94,7 @@ class Files:
         """Whether some handle of this client refers to the inode."""
         return inode in self._open
 
-    def open_inodes(self) -> list[int]:
+    def inodes(self) -> list[int]:
         """All inodes that some handle of this client refers to."""
         return list(self._open)
 

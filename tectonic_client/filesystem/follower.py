@@ -147,7 +147,8 @@ class Follower:
             self._up_to_date_at = asked_at
             self._up_to_date.set()
             self._up_to_date = trio.Event()
-            await listener.wait(FOLLOW_INTERVAL_S)
+            if not await listener.wait(FOLLOW_INTERVAL_S):
+                return
             complete = False
             while not complete:
                 asked_at = trio.current_time()

@@ -39,12 +39,16 @@ class AsyncListener:
     ) -> None:
         self._close()
 
-    async def wait(self, timeout_s: float) -> None:
-        """Return at a call, or after `timeout_s` seconds; maybe earlier, for no reason."""
+    async def wait(self, timeout_s: float) -> bool:
+        """Return at a call, or after `timeout_s` seconds; maybe earlier, for no reason.
+
+        False where contact with the engine was lost: a server that crashed may have forgotten the
+        last of what it had acknowledged (`KV.transact`), and what was read of it.
+        """
         if self._listener is None:
             await trio.sleep(min(DEAF_PAUSE_S, timeout_s))
             await self._open()
-            return
+            return True
         with trio.move_on_after(timeout_s):
             await trio.lowlevel.wait_readable(self._listener.fileno())
         try:
@@ -52,6 +56,8 @@ class AsyncListener:
         except TectonicError as error:
             self._complain(error)
             self._close()
+            return False
+        return True
 
     async def _open(self) -> None:
         try:

@@ -109,7 +109,8 @@ class News(NamedTuple):
 def read_news(tx: ReadTransaction, session_id: int, positions: Sequence[int]) -> News | None:
     """Events behind `positions`, at most a page of each stripe.
 
-    None where the follower lost touch: its record is gone, or the events it needs are.
+    None where the follower lost touch: its record is gone, or the events it needs are, or the
+    engine has forgotten the last ones.
     """
     heads = [keys.change_head(stripe) for stripe in range(CHANGE_STRIPES)]
     record, *rows = tx.get_many([keys.follower(session_id), *heads])
@@ -120,7 +121,7 @@ def read_news(tx: ReadTransaction, session_id: int, positions: Sequence[int]) ->
     complete = True
     for stripe, row in enumerate(rows):
         head = _NEVER if row is None else ChangeHeadRecord.decode(row)
-        if head.trimmed > positions[stripe]:
+        if not head.trimmed <= positions[stripe] <= head.last:
             return None
         if head.last > positions[stripe]:
             reached[stripe] = min(head.last, positions[stripe] + SCAN_PAGE_ROWS)

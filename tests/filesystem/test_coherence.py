@@ -444,15 +444,19 @@ def test_lost_calls_only_cost_time() -> None:
     run(main)
 
 
-def test_a_trimmed_feed_makes_a_follower_drop_everything() -> None:
-    """Whoever needs events that are gone forgets all it has, and follows on from there."""
+@pytest.mark.parametrize("head", [ChangeHeadRecord(9, 9), ChangeHeadRecord(0, 0)])
+def test_a_feed_that_lacks_events_makes_a_follower_drop_everything(head: ChangeHeadRecord) -> None:
+    """Whoever needs events that were trimmed away, or saw some that the engine forgot, forgets all
+    it has, and follows on from there."""
 
     async def main() -> None:
         async with clients(new_volume()) as (writer, reader):
             recorder = await follow(reader)
+            await writer.filesystem.mkdir(ROOT_INODE, b"a", 0o755, OWNER)
+            recorder.take()
             recorder.forgotten = trio.Event()
-            stripe = changes.stripe_of(ROOT_INODE)
-            await writer.kv.transact(lambda tx: _trimmed_ahead(tx, stripe))
+            key = keys.change_head(changes.stripe_of(ROOT_INODE))
+            await writer.kv.transact(lambda tx: tx.put(key, head.encode()))
             await writer.kv.call("changed")
             with trio.fail_after(10):
                 await recorder.forgotten.wait()
@@ -461,10 +465,6 @@ def test_a_trimmed_feed_makes_a_follower_drop_everything() -> None:
             assert recorder.take() == [entry(b"d")]
 
     run(main)
-
-
-def _trimmed_ahead(tx: Transaction, stripe: int) -> None:
-    tx.put(keys.change_head(stripe), ChangeHeadRecord(9, 9).encode())
 
 
 def test_old_events_are_trimmed_and_new_ones_kept(monkeypatch: pytest.MonkeyPatch) -> None:

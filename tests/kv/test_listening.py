@@ -68,8 +68,8 @@ def test_a_broken_listener_is_replaced() -> None:
     async def main() -> None:
         async with AsyncKV(kv).listen("news") as listener:
             kv.call("news")
-            await listener.wait(LONG_S)  # the first one breaks
-            await listener.wait(LONG_S)  # a pause, then there is a second one
+            assert not await listener.wait(LONG_S)  # the first one breaks
+            assert await listener.wait(LONG_S)  # a pause, then there is a second one
             kv.call("news")
             with trio.fail_after(10):
                 await listener.wait(LONG_S)
