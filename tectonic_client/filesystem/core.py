@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import stat
+import threading
 import time
 from collections.abc import Callable, Collection
 from functools import partial
@@ -34,7 +35,7 @@ from tectonic_client.filesystem.namespace import Actor, Found, Place
 from tectonic_client.filesystem.openinode import DirectoryHandle, FileHandle, HandleTable
 from tectonic_client.filesystem.paths import path_of, resolve
 from tectonic_client.filesystem.quotagate import QuotaGate
-from tectonic_client.kv.port import Transaction
+from tectonic_client.kv.port import ReadTransaction, Transaction
 from tectonic_client.limits import OPEN_FILES_PAGE, SCAN_PAGE_ROWS
 from tectonic_client.metadata.changes import Changes, Positions
 from tectonic_client.metadata.ids import IdAllocator
@@ -46,6 +47,7 @@ from tectonic_client.metadata.inodes import (
     read_symlink,
 )
 from tectonic_client.metadata.orphans import find_removed, take_over
+from tectonic_client.metadata.sessions import is_alone
 from tectonic_client.records import InodeFlag, InodeRecord
 from tectonic_client.types import (
     AttributeChanges,
@@ -90,6 +92,8 @@ class FileSystem:
         self._kv = services.kv
         self._session_id = services.session_id
         self._chunk_bytes = services.chunk_bytes
+        self._on_blocks_freed = services.on_blocks_freed
+        self._thread = threading.get_ident()
         self.audience = services.audience
         """Those who must see this client's changes."""
         self._files = Files(services, self._closed)
@@ -134,7 +138,17 @@ class FileSystem:
         """As `_change`, for what may take an inode's last name away, and returns it then."""
         inode, positions = await self._commit(change)
         self._orphaned(inode)
+        self._on_blocks_freed()
         await self.audience.has_seen(positions, held)
+
+    def _is_nobodys(self, tx: ReadTransaction, inode: int) -> bool:
+        """Whether surely nobody has an inode open: it may be reclaimed with its last name.
+
+        Where the engine runs the transaction in the event loop's thread, no task can open it
+        between this look and the commit.
+        """
+        here = threading.get_ident() == self._thread
+        return here and not self._files.is_open(inode) and is_alone(tx)
 
     async def _commit(self, change: Callable[[Transaction, Actor], T]) -> tuple[T, Positions]:
         """Run a change; returns the positions of its events, which others may not have seen."""
@@ -142,7 +156,7 @@ class FileSystem:
         now_ns = time.time_ns()
 
         def run(tx: Transaction) -> tuple[T, Positions]:
-            actor = Actor(self._session_id, now_ns, Changes())
+            actor = Actor(self._session_id, now_ns, Changes(), self._is_nobodys)
             result = change(tx, actor)
             return result, actor.changes.write(tx, self._session_id)
 

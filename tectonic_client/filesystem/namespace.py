@@ -9,6 +9,7 @@ takes them from the machine that makes the change. `actor` is the session on who
 from __future__ import annotations
 
 import stat
+from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -48,7 +49,7 @@ from tectonic_client.metadata.names import (
     read_entry,
     write_entry,
 )
-from tectonic_client.metadata.orphans import drop_name
+from tectonic_client.metadata.orphans import drop_name, erase, is_last_name
 from tectonic_client.metadata.sessions import require_session
 from tectonic_client.records import DirentRecord, FileType, InodeFlag, InodeRecord
 from tectonic_client.types import (
@@ -61,12 +62,20 @@ from tectonic_client.types import (
 )
 
 
+def _may_be_open(tx: ReadTransaction, inode: int) -> bool:
+    return False
+
+
 class Actor(NamedTuple):
-    """Who changes the namespace, and when; `changes` notes what must be told to others."""
+    """Who changes the namespace, and when; `changes` notes what must be told to others.
+
+    `is_nobodys` says whether surely nobody has an inode open.
+    """
 
     session_id: int
     now_ns: int
     changes: Changes
+    is_nobodys: Callable[[ReadTransaction, int], bool] = _may_be_open
 
 
 class Place(NamedTuple):
@@ -236,7 +245,7 @@ def link(tx: Transaction, inode: int, parent: int, name: bytes, actor: Actor) ->
 
 
 def unlink(tx: Transaction, parent: int, name: bytes, actor: Actor) -> int | None:
-    """Remove a name; returns the inode if that was its last one (an orphan from now on)."""
+    """Remove a name; returns the inode if it is an orphan now."""
     directory, entry = _existing(tx, parent, name)
     if entry.file_type is FileType.DIRECTORY:
         raise IsDirectory(f"{name!r} is a directory")
@@ -245,15 +254,14 @@ def unlink(tx: Transaction, parent: int, name: bytes, actor: Actor) -> int | Non
     return _drop_name(tx, entry.inode, actor)
 
 
-def rmdir(tx: Transaction, parent: int, name: bytes, actor: Actor) -> int:
-    """Remove an empty directory; returns its inode, an orphan from now on."""
+def rmdir(tx: Transaction, parent: int, name: bytes, actor: Actor) -> int | None:
+    """Remove an empty directory; returns its inode if it is an orphan now."""
     directory, entry = _existing(tx, parent, name)
     if entry.file_type is not FileType.DIRECTORY:
         raise NotDirectory(f"{name!r} is not a directory")
     if not is_empty(tx, entry.inode):
         raise NotEmpty(f"directory {name!r} is not empty")
-    _remove_directory(tx, Place(parent, name), directory, entry.inode, actor)
-    return entry.inode
+    return _remove_directory(tx, Place(parent, name), directory, entry.inode, actor)
 
 
 def _look(tx: ReadTransaction, parent: int, name: bytes) -> tuple[InodeRecord, DirentRecord | None]:
@@ -277,8 +285,12 @@ def _note_entry(tx: Transaction, place: Place, directory: InodeRecord, actor: Ac
 
 
 def _drop_name(tx: Transaction, inode: int, actor: Actor) -> int | None:
-    """The inode lost a name; returns it if that was its last one."""
-    record = drop_name(tx, inode, actor.session_id, actor.now_ns)
+    """The inode lost a name; returns it if it is an orphan now."""
+    record = read_inode(tx, inode)
+    if is_last_name(record) and actor.is_nobodys(tx, inode) and erase(tx, inode, record):
+        actor.changes.inode(inode, record)
+        return None
+    record = drop_name(tx, inode, record, actor.session_id, actor.now_ns)
     actor.changes.inode(inode, record)
     return None if record.nlink else inode
 
@@ -297,11 +309,11 @@ def detach_tree(tx: Transaction, parent: int, name: bytes, actor: Actor) -> int:
 
 def _remove_directory(
     tx: Transaction, place: Place, directory: InodeRecord, inode: int, actor: Actor
-) -> None:
+) -> int | None:
     delete_entry(tx, *place)
     count_subdirectory(tx, place.parent, actor.session_id, -1)
     _note_entry(tx, place, directory, actor)
-    _drop_name(tx, inode, actor)
+    return _drop_name(tx, inode, actor)
 
 
 # --- renaming ---------------------------------------------------------------------------------

@@ -63,12 +63,11 @@ def _policy(name: bytes) -> _Policy | None:
 
 def get(tx: ReadTransaction, inode: int, name: bytes) -> bytes:
     """As getxattr(2). Raises NoSuchAttribute, NotSupported, StaleHandle."""
-    record = read_inode(tx, inode)
     policy = _POLICIES.get(name)
     if policy is None:
         xattrs.check_xattr_name(name)
-        return xattrs.read_xattr(tx, inode, record, name)
-    value = policy.read(record)
+        return xattrs.read_xattr(tx, inode, read_inode(tx, inode), name)
+    value = policy.read(read_inode(tx, inode))
     if value is None:
         raise NoSuchAttribute(f"inode {inode} has no policy {name!r}")
     return value

@@ -17,11 +17,11 @@ from dataclasses import replace
 from typing import Final
 
 from tectonic_client.kv.port import ReadTransaction, Transaction
-from tectonic_client.limits import RECLAIM_BATCH_ROWS
+from tectonic_client.limits import BRIEF_BATCH_ROWS, RECLAIM_BATCH_ROWS
 from tectonic_client.metadata import files, keys, quotas, sessions
 from tectonic_client.metadata.inodes import read_inode, read_inodes, write_inode
-from tectonic_client.metadata.names import delete_entry, list_entries
-from tectonic_client.records import InodeRecord, OrphanRecord
+from tectonic_client.metadata.names import delete_entry, is_empty, list_entries
+from tectonic_client.records import FileType, InodeFlag, InodeRecord, OrphanRecord
 
 RECLAIMING: Final = 2**64 - 1
 """Session of an orphan of which a part may be gone."""
@@ -32,14 +32,32 @@ def write_orphan(tx: Transaction, inode: int, session_id: int) -> None:
     tx.put(keys.orphan(inode), OrphanRecord(session_id).encode())
 
 
-def drop_name(tx: Transaction, inode: int, session_id: int, now_ns: int) -> InodeRecord:
-    """The inode lost a name (a directory its only one); without links it is an orphan now."""
-    return _drop_name(tx, inode, read_inode(tx, inode), session_id, now_ns)
+def is_last_name(record: InodeRecord) -> bool:
+    """Whether losing a name leaves the inode without any."""
+    return record.is_directory or record.nlink == 1
 
 
-def _drop_name(
+def erase(tx: Transaction, inode: int, record: InodeRecord) -> bool:
+    """Remove an inode whose last name goes and that nobody has open, without an orphan's way.
+
+    Only if that is little to do (see BRIEF_BATCH_ROWS), else nothing is done.
+    """
+    if record.is_directory and not is_empty(tx, inode):
+        return False
+    if record.size and record.file_type is FileType.REGULAR:
+        if files.count_extents(tx, inode, BRIEF_BATCH_ROWS) == BRIEF_BATCH_ROWS:
+            return False
+        files.drop_extents(tx, inode, BRIEF_BATCH_ROWS)
+    if record.flags & InodeFlag.QUOTA:
+        quotas.account(tx, inode, replace(record, nlink=0))
+    _forget(tx, inode, record)
+    return True
+
+
+def drop_name(
     tx: Transaction, inode: int, record: InodeRecord, session_id: int, now_ns: int
 ) -> InodeRecord:
+    """The inode lost a name (a directory its only one); without links it is an orphan now."""
     nlink = 0 if record.is_directory else record.nlink - 1
     record = replace(record, nlink=nlink, ctime_ns=now_ns)
     write_inode(tx, inode, record)
@@ -108,20 +126,24 @@ def reclaim(
     for entry in entries:
         delete_entry(tx, inode, entry.name)
         child = entry.record.inode
-        records[child] = _drop_name(tx, child, records[child], session_id, tx.now_ns())
+        records[child] = drop_name(tx, child, records[child], session_id, tx.now_ns())
     orphans = [child for child, left in records.items() if not left.nlink]
     if entries or not files.drop_extents(tx, inode, rows):
         write_orphan(tx, inode, RECLAIMING)
         return False, orphans
-    _forget_quota(tx, inode, record)
-    prefix = keys.group(keys.FILE, inode)
-    tx.delete_range(prefix, keys.prefix_end(prefix))
+    _forget(tx, inode, record)
     tx.delete(keys.orphan(inode))
     return True, []
 
 
+def _forget(tx: Transaction, inode: int, record: InodeRecord) -> None:
+    """Remove all records of an inode, a directory's quota too."""
+    _forget_quota(tx, inode, record)
+    prefix = keys.group(keys.FILE, inode)
+    tx.delete_range(prefix, keys.prefix_end(prefix))
+
+
 def _forget_quota(tx: Transaction, inode: int, record: InodeRecord) -> None:
-    """A directory's quota goes with it."""
     quota = quotas.quota_of(tx, inode, record)
     limits = None if quota is None else quotas.read_quota(tx, quota)
     if quota is not None and limits is not None and limits.directory == inode:

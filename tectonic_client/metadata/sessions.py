@@ -205,6 +205,11 @@ def end_dead_session(tx: Transaction, session_id: int) -> SessionRecord | None:
     return record
 
 
+def is_alone(tx: ReadTransaction) -> bool:
+    """Whether only one session is recorded."""
+    return len(tx.scan(keys.SESSION, keys.prefix_end(keys.SESSION), limit=2)) == 1
+
+
 def other_sessions_live(tx: ReadTransaction, session_id: int) -> bool:
     """Whether anybody else uses the volume."""
     now = tx.now_ns()

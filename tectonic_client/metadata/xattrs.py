@@ -25,13 +25,17 @@ from tectonic_client.records import InodeFlag, InodeRecord, XattrRecord
 _NAMESPACES = (b"user.", b"trusted.", b"security.")
 """Those of `system.` belong to the kernel; ACLs are not supported."""
 
+_SELINUX = b"security.selinux"
+"""SELinux labels FUSE mounts as a whole. That there are no labels is said so that programs like ls
+ask once for the file system, and not for every file."""
+
 
 def check_xattr_name(name: bytes) -> None:
     """Raise NameTooLong, NotSupported (a namespace that nobody knows), InvalidArgument."""
     if len(name) > MAX_XATTR_NAME_BYTES:
         raise NameTooLong(f"attribute name of {len(name)} bytes, at most {MAX_XATTR_NAME_BYTES}")
-    if not name.startswith(_NAMESPACES):
-        raise NotSupported(f"{name!r}: only user., trusted. and security. attributes are kept")
+    if not name.startswith(_NAMESPACES) or name == _SELINUX:
+        raise NotSupported(f"{name!r} is no user., trusted. or security. attribute that is kept")
     if name in _NAMESPACES or b"\x00" in name:
         raise InvalidArgument(f"{name!r} cannot be the name of an attribute")
 

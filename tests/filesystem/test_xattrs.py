@@ -86,7 +86,7 @@ def test_limits_and_names() -> None:
             await fs.setxattr(inode, b"user.a", bytes(65_537))
         with pytest.raises(NameTooLong):
             await fs.setxattr(inode, b"user." + b"x" * 251, b"")
-        for name in (b"system.posix_acl_access", b"x"):
+        for name in (b"system.posix_acl_access", b"security.selinux", b"x"):
             for call in (fs.getxattr(inode, name), fs.setxattr(inode, name, b"")):
                 with pytest.raises(NotSupported):
                     await call
