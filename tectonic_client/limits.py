@@ -69,8 +69,8 @@ SEQUENTIAL_BYTES: Final = 256 * KiB
 SEQUENTIAL_SLACK_BYTES: Final = 2 * MiB
 """The kernel's read-ahead sends requests out of order within about this distance."""
 
-READ_AHEAD_CHUNKS: Final = 3
-"""Chunks read ahead of a sequential reader: enough to keep the device busy at its latency."""
+READ_AHEAD_CHUNKS: Final = 4
+"""Chunks read ahead of a sequential reader: as many as a store reads at once."""
 
 CHUNK_CACHE_SHARE: Final = 0.75
 """Part of the buffer pool that read chunks may occupy; writers can always take it back."""
