@@ -75,7 +75,9 @@ def run_filesystem(settings: Settings) -> Result:
         scratch, setup = Path(name), _Setup()
         _check_direct(scratch)
         archive = scratch / "tree.tar"
-        tree_files = make_archive(archive, settings.sizes.tree_files)
+        tree_files = 0
+        if "tree" in settings.cases:
+            tree_files = make_archive(archive, settings.sizes.tree_files)
         chosen = [name for name in WORKLOADS if name in settings.cases]
         places = 3 + len(settings.compare) + len(settings.peers)
         on_step = stack.enter_context(progress(places * len(chosen) * (settings.repeat + 1)))
