@@ -193,6 +193,8 @@ def find_attempt(
         if lives(namespace, tx, record.session):
             raise _in_progress(me, step, record)
         return Wait(f"a dead process of run {record.run_id!r} has left an attempt")
+    if leader is None and record is not None and _is_left_to(me, record, memory):
+        return Attempt(step, record)
     if leader is None:
         return Wait(f"no rank 0 of run {me.run_id!r} has made its manager")
     if leader.born_ns <= mine.fence_ns:
@@ -200,6 +202,21 @@ def find_attempt(
     if record is None or record.token != leader.token or record.attempt_id in memory.spent:
         return Wait(f"rank 0 ({leader.hostname}, pid {leader.pid}) has not begun to save it")
     return _joinable(tx, namespace, me, Attempt(step, record), leader, memory)
+
+
+def _is_left_to(me: Identity, record: AttemptRecord, memory: Memory) -> bool:
+    """Whether a rank 0 that has closed its manager since has left this attempt to this rank.
+
+    It has failed, most likely, and says why. Of one start with this rank is a rank 0 that this rank
+    knows, or that has lived in its life.
+    """
+    if record.run_id != me.run_id or record.attempt_id in memory.spent:
+        return False
+    if record.verdict.outcome is Outcome.COMMITTED:
+        return False
+    if memory.leader is None:
+        return record.started_ns > me.born_ns
+    return memory.leader == record.token
 
 
 def _of_one_start(me: Identity, leader: MemberRecord, memory: Memory) -> bool:

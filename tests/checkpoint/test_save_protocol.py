@@ -656,6 +656,34 @@ def _parts_of(world: World, step: int) -> set[int] | None:
     return {keys.parse_rank(key) for key, _ in rows}
 
 
+@pytest.mark.parametrize("earlier", [True, False])
+def test_rank_0_fails_and_leaves_before_a_slow_rank_has_looked(earlier: bool) -> None:
+    """The slow rank learns at once why it failed, though nobody is rank 0 any more."""
+    world = World()
+
+    def failing(process: Process) -> Generator[Any, Any, None]:
+        yield from process.join_run()
+        if earlier:
+            yield from process.new_save(90).run()
+        process.results[100] = NoSpace("no such leaf")
+        yield from process.new_save(100).give_up("no such leaf")
+        yield Transact(lambda tx: leave(tx, process.me))
+
+    (zero,) = world.start(3, ranks=(0,), script=failing)
+    others = world.start(3, ranks=(1, 2), steps=(90, 100) if earlier else (100,), timeout_s=600)
+    register_all([zero, *others])
+    while not zero.done:
+        for process in world.runnable():
+            if process is zero or (earlier and 90 not in process.results):
+                process.step()
+    failed = world.now
+    world.run()
+    for rank in others:
+        assert error_of(rank, CheckpointError).endswith("failed: no such leaf")
+    assert world.now < failed + 5
+    world.check_whole()
+
+
 def test_rank_0_is_too_slow_to_commit() -> None:
     """When time is up another rank commits; rank 0, awake again, sees the step as its success."""
     world = World()
