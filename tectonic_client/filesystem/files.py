@@ -408,7 +408,11 @@ class Files:
                 if state.dirty:
                     await self._publish(state, durable=False)
                 set_size = partial(self._set_size, inode, size, now_ns)
-                record, extents, positions = await self._services.kv.transact(set_size)
+                try:
+                    record, extents, positions = await self._services.kv.transact(set_size)
+                except UnknownOutcome:
+                    state.stale = True  # what was cut must not come back when the file grows
+                    raise
                 state.refresh(record, extents)
                 state.unseen.update(positions)
             await self._until_seen(state, [inode])

@@ -265,3 +265,31 @@ def test_a_flush_that_takes_too_long_is_not_silent() -> None:
             assert await load_file(volume.filesystem, b"old") == OLD
 
     trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+
+
+@pytest.mark.parametrize("done", [False, True])
+def test_writing_on_after_a_truncate_in_doubt(done: bool) -> None:
+    """A file that grows again reads as the metadata have it: zeros where the cut took effect.
+
+    Also while the chunks that were cut off are still there.
+    """
+
+    async def body(url: str, faults: Faults, volume: Volume) -> None:
+        fs = volume.filesystem
+        handle = await _open_old(volume)
+        if done:
+            faults.kv.lose_answer(1)
+        else:
+            faults.kv.fail_transaction(1, UnknownOutcome("injected"))
+        with pytest.raises(UnknownOutcome):
+            await fs.setattr(await _inode(volume, b"old"), AttributeChanges(size=0))
+        for store in faults.stores:
+            store.plan(Fault("delete", Fail(StoreUnavailable("injected")), times=None))
+        await fs.write(handle, len(OLD), NEW)
+        await fs.flush(handle)
+        expected = (bytes(len(OLD)) if done else OLD) + NEW
+        assert bytes(await fs.read(handle, 0, len(expected))) == expected
+        await fs.release(handle)
+        assert await load_file(fs, b"old") == expected
+
+    _run(body)
