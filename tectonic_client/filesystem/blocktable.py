@@ -28,16 +28,18 @@ class BlockTable:
     async def load(self, block_ids: Iterable[int]) -> dict[int, BlockRecord]:
         """Records of these blocks. Raises ChunkMissing when one is gone."""
         wanted = dict.fromkeys(block_ids)
-        missing = [block_id for block_id in wanted if block_id not in self._records]
+        # Taken before the wait: meanwhile other loads may push them out of the cache.
+        result = {i: self._touch(i) for i in wanted if i in self._records}
+        missing = [block_id for block_id in wanted if block_id not in result]
         if missing:
             found = await self._kv.read(lambda tx: read_blocks(tx, missing))
-            fetched = dict(zip(missing, found, strict=True))
-            for block_id, record in fetched.items():
+            fetched: dict[int, BlockRecord] = {}
+            for block_id, record in zip(missing, found, strict=True):
                 if record is None:
                     raise ChunkMissing(f"block {block_id:016x} does not exist any more")
-                self._records[block_id] = record
-        result = {block_id: self._touch(block_id) for block_id in wanted}
-        self.add({})
+                fetched[block_id] = record
+            result.update(fetched)
+            self.add(fetched)
         return result
 
     def _touch(self, block_id: int) -> BlockRecord:
