@@ -72,6 +72,9 @@ SEQUENTIAL_SLACK_BYTES: Final = 2 * MiB
 READ_AHEAD_CHUNKS: Final = 4
 """Chunks read ahead of a sequential reader: as many as a store reads at once."""
 
+READER_IDLE_S: Final = 1.0
+"""Who has not read in order for so long gets no share of the read-ahead."""
+
 CHUNK_CACHE_SHARE: Final = 0.75
 """Part of the buffer pool that read chunks may occupy; writers can always take it back."""
 

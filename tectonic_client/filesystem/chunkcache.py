@@ -54,7 +54,8 @@ class ChunkCache:
         self._nursery = nursery
         share_bytes = int(pool.capacity_bytes * CHUNK_CACHE_SHARE)
         size_bytes = share_bytes if limit_bytes is None else min(limit_bytes, share_bytes)
-        self._capacity = max(1, size_bytes // chunk_bytes)
+        self.capacity = max(1, size_bytes // chunk_bytes)
+        """Chunks that it holds."""
         self._lines: OrderedDict[tuple[int, int], Line] = OrderedDict()
         self._closed = False
         self.hits = 0
@@ -108,7 +109,7 @@ class ChunkCache:
             return
         self._make_room(self._evict_finished)
         free = self._pool.capacity_bytes - self._pool.used_bytes
-        if len(self._lines) < self._capacity and free >= 2 * self._chunk_bytes:
+        if len(self._lines) < self.capacity and free >= 2 * self._chunk_bytes:
             self.prefetches += 1
             self._start(block_id, record, index, context)
 
@@ -138,7 +139,7 @@ class ChunkCache:
 
     def _make_room(self, evict: Callable[[], bool]) -> None:
         """Evict until a further line fits the cache's share."""
-        while len(self._lines) >= self._capacity and evict():
+        while len(self._lines) >= self.capacity and evict():
             pass
 
     def evict_one(self) -> bool:

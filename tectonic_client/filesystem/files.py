@@ -44,6 +44,7 @@ from tectonic_client.kv.port import ReadTransaction, Transaction
 from tectonic_client.limits import (
     MAX_FILE_BYTES,
     READ_AHEAD_CHUNKS,
+    READER_IDLE_S,
     SEQUENTIAL_BYTES,
     SEQUENTIAL_SLACK_BYTES,
 )
@@ -561,7 +562,8 @@ class Files:
 
     async def _read_ahead(self, state: OpenInode, position: int) -> None:
         """Begin to load the chunks that follow `position`."""
-        end = min(position + READ_AHEAD_CHUNKS * self._services.chunk_bytes, state.size)
+        chunks = self._chunks_ahead(state)
+        end = min(position + chunks * self._services.chunk_bytes, state.size)
         if end <= position:
             return
         ahead = [
@@ -580,6 +582,14 @@ class Files:
                 self._services.cache.prefetch(
                     piece.block_id, records[piece.block_id], piece.chunk, f"inode {state.inode}"
                 )
+
+    def _chunks_ahead(self, state: OpenInode) -> int:
+        """How far to read ahead, so that what all readers hold fits the cache."""
+        now = trio.current_time()
+        state.read_in_order = now
+        readers = sum(now - other.read_in_order < READER_IDLE_S for other in self._open.values())
+        share = self._services.cache.capacity // readers
+        return max(1, min(READ_AHEAD_CHUNKS, share - 1))
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ step between two awaits sees a consistent state.
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass, replace
 
@@ -37,6 +38,8 @@ class OpenInode:
         self.pending = ExtentMap()
         """Extents of the log, over the published ones."""
         self.size = 0
+        self.read_in_order = -math.inf
+        """When somebody last read it sequentially (trio's clock)."""
         self.quota: int | None = None
         """The quota that its growth counts against."""
         self.mtime_ns: int | None = None
