@@ -45,9 +45,9 @@ from tectonic_client.filesystem.blocktable import BlockTable
 from tectonic_client.filesystem.chunkcache import ChunkCache
 from tectonic_client.filesystem.compaction import Compactor
 from tectonic_client.filesystem.core import FileSystem
-from tectonic_client.filesystem.files import FileServices
 from tectonic_client.filesystem.follower import Follower
 from tectonic_client.filesystem.namespace import make_root
+from tectonic_client.filesystem.services import FileServices
 from tectonic_client.filesystem.writelog import WriteServices
 from tectonic_client.kv.executor import AsyncKV
 from tectonic_client.kv.open import display_url, open_kv

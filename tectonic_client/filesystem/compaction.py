@@ -21,8 +21,9 @@ import trio
 from tectonic_client.blocks.writer import OpenBlock
 from tectonic_client.errors import ChunkMissing, StaleHandle, UnknownOutcome
 from tectonic_client.extents import Extent, coalesce
-from tectonic_client.filesystem.files import Files, FileServices
+from tectonic_client.filesystem.files import Files
 from tectonic_client.filesystem.openinode import OpenInode
+from tectonic_client.filesystem.services import FileServices
 from tectonic_client.kv.port import Transaction
 from tectonic_client.limits import (
     COMPACT_MIN_EXTENTS,
@@ -97,7 +98,7 @@ class Compactor:
         with await self._services.write.pool.acquire(self._services.chunk_bytes) as buffer:
             for position in range(start, end, COMPACT_STEP_BYTES):
                 length = min(COMPACT_STEP_BYTES, end - position)
-                part = await self._files.read_stored(state, position, length)
+                part = await self._files.reader.read_stored(state, position, length)
                 buffer.memory[position - start : position - start + length] = part
             await writer.put_chunk(block, 0, buffer, end - start)
         return writer.seal(block, end - start, time.time_ns())

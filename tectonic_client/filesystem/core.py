@@ -29,12 +29,13 @@ from tectonic_client.errors import (
 )
 from tectonic_client.filesystem import namespace, policies
 from tectonic_client.filesystem.cloning import Cloner, CloneReport
-from tectonic_client.filesystem.files import Bytes, Files, FileServices
+from tectonic_client.filesystem.files import Files
 from tectonic_client.filesystem.follower import Follower
 from tectonic_client.filesystem.namespace import Actor, Found, Place
 from tectonic_client.filesystem.openinode import DirectoryHandle, FileHandle, HandleTable
 from tectonic_client.filesystem.paths import path_of, resolve
 from tectonic_client.filesystem.quotagate import QuotaGate
+from tectonic_client.filesystem.services import Bytes, FileServices
 from tectonic_client.kv.port import ReadTransaction, Transaction
 from tectonic_client.limits import OPEN_FILES_PAGE, SCAN_PAGE_ROWS
 from tectonic_client.metadata.changes import Changes, Positions
@@ -321,7 +322,7 @@ class FileSystem:
         state = self._files.state_of(inode)
         if changes.mtime_ns is not None and state is not None and state.dirty:
             # The time that is set must not be overwritten by a later flush of earlier writes.
-            await self._files.flush(state)
+            await self._files.writer.flush(state)
         attributes = await self._change(
             lambda tx, actor: namespace.change_attributes(tx, inode, changes, actor), held=[inode]
         )
@@ -416,7 +417,7 @@ class FileSystem:
         """
         opened = self._handles.file(handle)
         try:
-            return await self._files.read(opened, offset, size)
+            return await self._files.reader.read(opened, offset, size)
         except CorruptionError as error:
             path = await self._path_of(opened.state.inode)
             raise type(error)(f"{path}: {error}") from error
@@ -436,13 +437,13 @@ class FileSystem:
         if opened.state.quota is not None:
             start = opened.state.size if opened.flags & os.O_APPEND else offset
             await self.quotas.admit(opened.state.quota, start + len(data) - opened.state.size)
-        return await self._files.write(opened, offset, data)
+        return await self._files.writer.write(opened, offset, data)
 
     async def flush(self, handle: int) -> None:
         """As close(2): everything written survives a crash of this process."""
         opened = self._handles.file(handle)
         if opened.writable and not self._is_orphan(opened):
-            await self._files.flush_handle(opened)
+            await self._files.writer.flush_handle(opened)
 
     async def fsync(self, handle: int, *, data_only: bool = False) -> None:
         """As fsync(2): everything written, and the file's name, survives power loss.
@@ -450,7 +451,7 @@ class FileSystem:
         `data_only` is accepted; the data cannot be durable without the metadata that names it.
         """
         opened = self._handles.file(handle)
-        await self._files.flush_handle(opened, durable=True)
+        await self._files.writer.flush_handle(opened, durable=True)
 
     async def release(self, handle: int) -> None:
         """Close a handle. Errors of the last flush are raised; the handle is gone in any case."""
@@ -489,7 +490,7 @@ class FileSystem:
 
     async def fsyncdir(self, handle: int) -> None:
         """Every acknowledged change of names survives power loss."""
-        await self._files.sync_metadata()
+        await self._files.writer.sync_metadata()
 
     # --- the whole ----------------------------------------------------------------------------
 
@@ -501,7 +502,7 @@ class FileSystem:
         first: TectonicError | None = None
         for state in self._files.dirty():
             try:
-                await self._files.flush(state)
+                await self._files.writer.flush(state)
             except (MetadataUnavailable, UnknownOutcome):
                 raise
             except TectonicError as error:
@@ -509,7 +510,7 @@ class FileSystem:
                 _log.error("%s could not be flushed: %s", path, error)
                 first = first or error
         if durable:
-            await self._files.sync_metadata()
+            await self._files.writer.sync_metadata()
         if first is not None:
             raise first
 
@@ -536,7 +537,7 @@ class FileSystem:
         if state is None:
             return
         try:
-            await self._files.flush(state)
+            await self._files.writer.flush(state)
             await self.audience.announce(state.unseen)
         except TectonicError as error:
             # Nobody waits for this flush. Bytes that it lost are told to the file's handles; where

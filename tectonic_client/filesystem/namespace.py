@@ -418,7 +418,7 @@ def _move(tx: Transaction, entry: DirentRecord, old: Place, new: Place, actor: A
 def change_attributes(
     tx: Transaction, inode: int, changes: AttributeChanges, actor: Actor
 ) -> Attributes:
-    """chmod, chown and utimens; the size is not changed here (`filesystem.files.truncate`)."""
+    """chmod, chown and utimens; the size is not changed here (`FileWriter.truncate`)."""
     record = read_inode(tx, inode)
     if record.is_directory and changes.mtime_ns is not None:
         forget_directory_times(tx, inode)
