@@ -149,7 +149,7 @@ class FileSystem:
         between this look and the commit.
         """
         here = threading.get_ident() == self._thread
-        return here and not self._files.is_open(inode) and is_alone(tx)
+        return here and not self._files.is_open(inode) and is_alone(tx, self._session_id)
 
     async def _commit(self, change: Callable[[Transaction, Actor], T]) -> tuple[T, Positions]:
         """Run a change; returns the positions of its events, which others may not have seen."""

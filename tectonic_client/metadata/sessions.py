@@ -205,9 +205,13 @@ def end_dead_session(tx: Transaction, session_id: int) -> SessionRecord | None:
     return record
 
 
-def is_alone(tx: ReadTransaction) -> bool:
-    """Whether only one session is recorded."""
-    return len(tx.scan(keys.SESSION, keys.prefix_end(keys.SESSION), limit=2)) == 1
+def is_alone(tx: ReadTransaction, session_id: int) -> bool:
+    """Whether this session is the only one that is recorded.
+
+    That one is recorded does not do: this one may have been ended, by the one that is.
+    """
+    rows = tx.scan(keys.SESSION, keys.prefix_end(keys.SESSION), limit=2)
+    return [key for key, _ in rows] == [keys.session(session_id)]
 
 
 def other_sessions_live(tx: ReadTransaction, session_id: int) -> bool:
