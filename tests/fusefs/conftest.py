@@ -28,7 +28,9 @@ def volume(tmp_path: Path) -> str:
 def shared_mount(fuse: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """One mounted volume for all tests that only use it; it must unmount cleanly at the end."""
     base = tmp_path_factory.mktemp("shared")
-    with mounted(format_volume(base), base / "mnt") as mount:
+    # Device nodes open as on the host; only root may ask for that.
+    options = () if os.getuid() else ("dev",)
+    with mounted(format_volume(base), base / "mnt", *options) as mount:
         yield mount.path
         tectonicfs("umount", mount.path)
 

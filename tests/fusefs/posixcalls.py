@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
+import mmap
 import os
 import random
 import stat
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _AT_FDCWD = -100
@@ -36,12 +38,39 @@ def pattern(seed: int, length: int) -> bytes:
     return random.Random(seed).randbytes(length)
 
 
+def _checked(result: int) -> int:
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return result
+
+
+class _Mapping(NamedTuple):
+    """A shared, writable mapping, and a descriptor that tells how long its file is by now."""
+
+    view: mmap.mmap
+    descriptor: int
+
+    def close(self) -> None:
+        self.view.close()
+        os.close(self.descriptor)
+
+
+class _Stretch(NamedTuple):
+    """Part of a mapping that lies in its file."""
+
+    view: mmap.mmap
+    start: int
+    end: int
+
+
 class Runner:
-    """Makes calls below `root`. Open files are kept in numbered slots."""
+    """Makes calls below `root`. Open files are kept in numbered slots; one file may be mapped."""
 
     def __init__(self, root: str) -> None:
         self._root = root
         self._open: dict[int, int] = {}
+        self._mapping: _Mapping | None = None
 
     def run(self, call: Call) -> tuple[str, Any]:
         """("ok", value) or ("error", name of the errno)."""
@@ -52,7 +81,8 @@ class Runner:
             return "error", errno.errorcode[error.errno or 0]
 
     def close_all(self) -> None:
-        """Give the slots free."""
+        """Give the slots free, and the mapping."""
+        self._unmap()
         for descriptor in self._open.values():
             os.close(descriptor)
         self._open.clear()
@@ -70,7 +100,7 @@ class Runner:
                 elif os.path.isfile(path):
                     with open(path, "rb") as file:
                         content = file.read()
-                found.append((relative, self._facts(os.lstat(path)), content))
+                found.append((relative, self._facts(os.lstat(path)), content, self._xattrs(path)))
         return sorted(found, key=lambda row: row[0])
 
     def _path(self, path: str) -> str:
@@ -79,7 +109,13 @@ class Runner:
     @staticmethod
     def _facts(found: os.stat_result) -> tuple[int, ...]:
         size = -1 if stat.S_ISDIR(found.st_mode) else found.st_size
-        return (found.st_mode, found.st_nlink, found.st_uid, found.st_gid, size)
+        kind = (found.st_mode, found.st_nlink, found.st_rdev)
+        return (*kind, found.st_uid, found.st_gid, size)
+
+    @staticmethod
+    def _xattrs(path: str) -> dict[str, bytes]:
+        names = os.listxattr(path, follow_symlinks=False)
+        return {name: os.getxattr(path, name, follow_symlinks=False) for name in names}
 
     def _slot(self, slot: int) -> int:
         if slot not in self._open:
@@ -99,10 +135,19 @@ class Runner:
         del self._open[slot]
 
     def do_pwrite(self, slot: int, offset: int, length: int) -> int:
-        return os.pwrite(self._slot(slot), pattern(offset + length, length), offset)
+        return os.pwrite(self._written(slot), pattern(offset + length, length), offset)
+
+    def _written(self, slot: int) -> int:
+        """The slot's descriptor, of a file whose bits no write takes away: there the mount differs
+        (fusefs/POSIX.md)."""
+        descriptor = self._slot(slot)
+        mode = os.fstat(descriptor).st_mode
+        if stat.S_ISREG(mode) and mode & (stat.S_ISUID | stat.S_ISGID):
+            os.fchmod(descriptor, stat.S_IMODE(mode) & 0o1777)
+        return descriptor
 
     def do_write(self, slot: int, length: int) -> tuple[int, int]:
-        descriptor = self._slot(slot)
+        descriptor = self._written(slot)
         written = os.write(descriptor, pattern(length, length))
         return written, os.lseek(descriptor, 0, os.SEEK_CUR)
 
@@ -129,6 +174,51 @@ class Runner:
         os.fchmod(self._slot(slot), mode)
         return self._facts(os.fstat(self._slot(slot)))
 
+    # --- the mapping --------------------------------------------------------------------------
+
+    def do_map(self, slot: int) -> str:
+        """Map the slot's file; the mapping stays when the slot is used for another file."""
+        descriptor = self._slot(slot)
+        self._unmap()
+        found = os.fstat(descriptor)
+        size = found.st_size if stat.S_ISREG(found.st_mode) else 1  # others have no size in common
+        if not size:
+            return "empty"
+        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_APPEND:
+            return "appending"  # fusefs/POSIX.md tells why the mount refuses it
+        view = mmap.mmap(descriptor, size)
+        self._mapping = _Mapping(view, os.dup(descriptor))
+        return "mapped"
+
+    def do_map_write(self, offset: int, length: int) -> int:
+        found = self._mapped(offset, length)
+        found.view[found.start : found.end] = pattern(offset, found.end - found.start)
+        return found.end
+
+    def do_map_read(self, offset: int, length: int) -> bytes:
+        found = self._mapped(offset, length)
+        return found.view[found.start : found.end]
+
+    def do_map_sync(self) -> None:
+        self._mapped(0, 0).view.flush()
+
+    def do_unmap(self) -> None:
+        self._unmap()
+
+    def _mapped(self, offset: int, length: int) -> _Stretch:
+        """What of the range may be touched: behind the end of the file is SIGBUS."""
+        if self._mapping is None:
+            raise OSError(errno.EFAULT, "nothing is mapped")
+        view, descriptor = self._mapping
+        size = min(len(view), os.fstat(descriptor).st_size)
+        start = min(offset, size)
+        return _Stretch(view, start, min(start + length, size))
+
+    def _unmap(self) -> None:
+        if self._mapping is not None:
+            self._mapping.close()
+            self._mapping = None
+
     # --- names --------------------------------------------------------------------------------
 
     def do_mkdir(self, path: str, mode: int) -> None:
@@ -152,11 +242,13 @@ class Runner:
     def do_mkfifo(self, path: str) -> None:
         os.mkfifo(self._path(path), 0o600)
 
+    def do_mknod(self, path: str, mode: int, major: int, minor: int) -> tuple[int, ...]:
+        os.mknod(self._path(path), mode, os.makedev(major, minor))
+        return self._facts(os.lstat(self._path(path)))
+
     def do_rename(self, old: str, new: str, flags: int) -> None:
         names = os.fsencode(self._path(old)), os.fsencode(self._path(new))
-        if _libc.renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], flags):
-            number = ctypes.get_errno()
-            raise OSError(number, os.strerror(number))
+        _checked(_libc.renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], flags))
 
     def do_listdir(self, path: str) -> list[str]:
         return sorted(os.listdir(self._path(path)))
@@ -184,3 +276,28 @@ class Runner:
         os.utime(self._path(path), ns=(atime_ns, mtime_ns), follow_symlinks=False)
         found = os.lstat(self._path(path))
         return found.st_atime_ns, found.st_mtime_ns
+
+    # --- extended attributes ------------------------------------------------------------------
+
+    def do_setxattr(self, path: str, name: str, length: int, flags: int, follow: bool) -> None:
+        where = self._path(path)
+        os.setxattr(where, name, pattern(length, length), flags, follow_symlinks=follow)
+
+    def do_fsetxattr(self, slot: int, name: str, length: int) -> None:
+        os.setxattr(self._slot(slot), name, pattern(length, length))
+
+    def do_getxattr(self, path: str, name: str, size: int) -> tuple[int, bytes]:
+        """With a buffer of `size`, whose length 0 asks for the value's."""
+        buffer = ctypes.create_string_buffer(size) if size else None
+        where = os.fsencode(self._path(path))
+        found = _checked(_libc.lgetxattr(where, name.encode(), buffer, size))
+        return found, b"" if buffer is None else buffer.raw[:found]
+
+    def do_listxattr(self, path: str, size: int) -> tuple[int, list[bytes]]:
+        """As `do_getxattr`; the order of the names is anybody's."""
+        buffer = ctypes.create_string_buffer(size) if size else None
+        found = _checked(_libc.llistxattr(os.fsencode(self._path(path)), buffer, size))
+        return found, [] if buffer is None else sorted(buffer.raw[:found].split(b"\0"))
+
+    def do_removexattr(self, path: str, name: str, follow: bool) -> None:
+        os.removexattr(self._path(path), name, follow_symlinks=follow)

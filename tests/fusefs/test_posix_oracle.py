@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -64,6 +65,28 @@ flags = st.builds(
 
 times = st.integers(0, 2**31 * 10**9)
 
+_NULL = (1, 3)
+"""What /dev/null is."""
+
+_NOBODYS = (241, 7)
+"""A device number that no driver has; opening it fails."""
+
+nodes = st.sampled_from([
+    (stat.S_IFIFO, 0, 0), (stat.S_IFSOCK, 0, 0), (stat.S_IFREG, 0, 0), (0, 0, 0),
+    (stat.S_IFCHR, *_NULL), (stat.S_IFCHR, *_NOBODYS), (stat.S_IFBLK, *_NOBODYS),
+    (stat.S_IFDIR, 0, 0), (stat.S_IFLNK, 0, 0),
+])  # fmt: skip
+
+xattr_names = st.sampled_from([
+    "user.a", "user.a", "user.a", "user.b", "trusted.a", "security.a", "user." + "n" * 250,
+    "user." + "n" * 251, "user.", "nothing.a", "a", "",
+])  # fmt: skip
+
+xattr_lengths = st.sampled_from([0, 1, 20, 700, 65_537])
+"""All names together must fit a block of the host's file system. 65,537 is too long anywhere."""
+
+buffer_sizes = st.sampled_from([0, 5, 300, 65_536])
+
 
 def _call(name: str, *arguments: st.SearchStrategy[object]) -> st.SearchStrategy[Call]:
     return st.tuples(*arguments).map(lambda values: Call(name, values))
@@ -97,6 +120,37 @@ calls = st.one_of(
     _call("chown", paths, st.sampled_from([0, 1000]), st.sampled_from([0, 1000])),
     _call("utime", paths, times, times),
 )
+
+_APPEND = _CREATE | os.O_APPEND
+
+mapping_calls = st.one_of(
+    _call("map", slots),
+    _call("map_write", offsets, lengths),
+    _call("map_read", offsets, lengths),
+    _call("map_sync"),
+    _call("unmap"),
+)
+
+append_calls = st.one_of(
+    _call("open", slots, st.sampled_from(["a", "d/a"]), st.just(_APPEND)),
+    _call("open", slots, st.sampled_from(["a", "d/a"]), st.just(os.O_WRONLY | os.O_APPEND)),
+    _call("write", slots, lengths),
+)
+
+node_calls = _call("mknod", paths, nodes).map(
+    lambda call: Call(
+        "mknod", (call.arguments[0], call.arguments[1][0] | 0o640, *call.arguments[1][1:])
+    )
+)
+
+xattr_calls = st.one_of(
+    _call("setxattr", paths, xattr_names, xattr_lengths,
+          st.sampled_from([0, 0, os.XATTR_CREATE, os.XATTR_REPLACE]), st.booleans()),
+    _call("fsetxattr", slots, xattr_names, xattr_lengths),
+    _call("getxattr", paths, xattr_names, buffer_sizes),
+    _call("listxattr", paths, buffer_sizes),
+    _call("removexattr", paths, xattr_names, st.booleans()),
+)  # fmt: skip
 
 # --- comparing --------------------------------------------------------------------------------
 
@@ -144,6 +198,37 @@ def test_random_calls_answer_as_on_the_host(
 ) -> None:
     """Any sequence of calls gives the host's results and errno, and leaves the same tree."""
     _compare(two_roots, [*_FURNITURE, *sequence])
+
+
+_LABELS = [
+    Call("setxattr", (path, name, 20, 0, True))
+    for path in ("a", "d")
+    for name in ("user.a", "user.b")
+]
+
+_SOMETIMES = settings(
+    max_examples=60, deadline=None, derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)  # fmt: skip
+
+
+@_SOMETIMES
+@given(st.lists(st.one_of(mapping_calls, mapping_calls, append_calls, calls), max_size=40))
+def test_mappings_and_appending_answer_as_on_the_host(
+    two_roots: tuple[Path, Path], sequence: list[Call]
+) -> None:
+    """A mapping shows what any descriptor writes and the other way round, whatever happens to
+    the file meanwhile; appends of several descriptors land at the end."""
+    _compare(two_roots, [*_FURNITURE, Call("map", (0,)), *sequence])
+
+
+@_SOMETIMES
+@given(st.lists(st.one_of(xattr_calls, xattr_calls, node_calls, calls), max_size=40))
+def test_extended_attributes_and_nodes_answer_as_on_the_host(
+    two_roots: tuple[Path, Path], sequence: list[Call]
+) -> None:
+    """Extended attributes of every kind of file, with the host's limits and errno."""
+    _compare(two_roots, [*_FURNITURE, *_LABELS, *sequence])
 
 
 # --- all cases of rename ----------------------------------------------------------------------
