@@ -146,12 +146,13 @@ def test_broken_connections_lose_and_leak_nothing(
                     made = await volume.filesystem.mkdir(ROOT_INODE, b"%d" % number, 0o755, OWNER)
                     seed = random.Random(f"{rng.random()}")
                     clients.append(Stubborn(volume.filesystem, made.inode, seed, chaos))
-                async with trio.open_nursery() as nursery:
-                    for client in clients:
-                        nursery.start_soon(client.run, steps)
+                while not any(client.unknown for client in clients):
+                    # In one round of ten the network is too good.
+                    async with trio.open_nursery() as nursery:
+                        for client in clients:
+                            nursery.start_soon(client.run, steps)
                 proxy.cut_at(b"nothing that is ever sent", forward=False)
             assert one.pool.used_bytes == two.pool.used_bytes == 0, "leaked buffers"
-        assert sum(client.unknown for client in clients), "the network was too good"
         async with open_volume(url) as volume:
             await clean(volume)
             await assert_no_leaks(volume)
