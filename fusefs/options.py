@@ -266,6 +266,11 @@ def parse_options(lists: Iterable[str], *, sloppy: bool = False) -> MountOptions
         elif text.partition("=")[0] in _BY_NAME:
             field, value = _parse(text)
             found[field] = value
+        elif text == "remount":
+            raise BadOption(
+                "options of a mount cannot be changed while it is mounted:"
+                " unmount it, then mount it with the others"
+            )
         elif not sloppy:
             raise BadOption(f"unknown mount option {text!r}; known are {KNOWN_OPTIONS}")
     return MountOptions(**found, kernel=frozenset(kernel))

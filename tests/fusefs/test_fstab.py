@@ -118,6 +118,24 @@ def test_exit_codes_are_those_of_mount8(volume: str, place: Path, tmp_path: Path
     assert find_mount(str(place)) is None
 
 
+@pytest.mark.fuse
+@pytest.mark.usefixtures("helper")
+def test_remount_says_what_to_do_instead(volume: str, place: Path, tmp_path: Path) -> None:
+    """`-o remount` is refused in one line and changes nothing; a bind remount is the kernel's."""
+    assert (
+        mount8("-t", "tectonicfs", volume, place, "-o", f"log_file={tmp_path}/log").returncode == 0
+    )
+    said = mount8("-t", "tectonicfs", volume, place, "-o", "remount,ro")
+    assert said.returncode == fstab.WRONG_USAGE
+    assert "unmount it, then mount it with the others" in said.stderr
+    assert said.stderr.count("\n") == 1
+    (place / "f").write_bytes(b"x")
+    assert mount8("-o", "remount,bind,ro", place).returncode == 0
+    with pytest.raises(OSError, match="Read-only"):
+        (place / "f").write_bytes(b"y")
+    assert _unmount_and_wait(place) == registry.CLEAN
+
+
 # --- systemd ----------------------------------------------------------------------------------
 
 
