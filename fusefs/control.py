@@ -157,16 +157,19 @@ def ask(path: str, user_id: int, command: str, **arguments: object) -> Any:
     """Ask the daemon of a user at `path`; returns what its handler did.
 
     Raises MountError: nobody answers there in CONTROL_TIMEOUT_S, somebody else's process does (the
-    path may lie where others can put links), or what the daemon said.
+    path may lie where others can put links), it ends meanwhile, or what the daemon said.
     """
     line = json.dumps({"command": command, **arguments}).encode() + b"\n"
     try:
-        reply = json.loads(_exchange(path, user_id, line))
+        answer = _exchange(path, user_id, line)
+        if not answer:
+            raise MountError("the daemon is ending: it hung up without an answer")
+        reply = json.loads(answer)
     except TimeoutError as error:
         raise MountError(
             f"the daemon did not answer in {CONTROL_TIMEOUT_S:.0f} s: it hangs; see its log"
         ) from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise MountError(f"the daemon did not answer at {path}: {error}") from error
     if not isinstance(reply, dict) or "ok" not in reply:
         said = reply.get("error") if isinstance(reply, dict) else None

@@ -66,8 +66,16 @@ def _await_ready(pid: int, read_end: int) -> int:
     if message == _READY:
         return pid
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    ended = f"the daemon ended while mounting (exit status {status})"
-    raise MountError(message.decode(errors="replace") or ended)
+    raise MountError(message.decode(errors="replace") or _how_ended(status))
+
+
+def _how_ended(status: int) -> str:
+    """Of a daemon that said nothing."""
+    if status == 0:
+        return "the daemon was told to end before the mount answered"
+    if status < 0:
+        return f"the daemon was killed while mounting ({signal.strsignal(-status)})"
+    return f"the daemon ended while mounting (exit status {status})"
 
 
 def _run(

@@ -90,10 +90,15 @@ def _serve(
     # within this time instead of the default 5 ms (measured: 5 times the metadata rate under load).
     sys.setswitchinterval(THREAD_SWITCH_S)
     claim = registry.claim(directory, display_url(meta_url), log_file)
+
+    def on_mounted() -> None:
+        claim.mounted()
+        on_ready()
+
     try:
         trio.run(
             _serve_volume, meta_url, directory, options, claim.socket_path,
-            os.path.dirname(log_file or default_log_file()), on_ready,
+            os.path.dirname(log_file or default_log_file()), on_mounted,
         )  # fmt: skip
     except BaseException as error:
         claim.finish(f"{root_cause(error)}")

@@ -6,6 +6,7 @@ import itertools
 import os
 import re
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -18,6 +19,10 @@ _HOLDERS_SHOWN: Final = 5
 
 _HELPER_TIMEOUT_S: Final = 30.0
 """The kernel's part of unmounting takes milliseconds; a daemon that hangs may block it."""
+
+_BUSY_PAUSES_S: Final = (0.05, 0.1, 0.2, 0.4)
+"""Between looks at a mount that is busy with nobody in sight: another umount that is under way
+holds it for a moment, and so does who looks a path up."""
 
 _ESCAPE: Final = re.compile(r"\\([0-7]{3})")
 
@@ -122,12 +127,26 @@ def _command(process: Path) -> str:
 def detach(place: str, *, lazy: bool) -> None:
     """Take a mount off its directory with the system's program for it.
 
-    Raises MountError: busy, naming by whom; not permitted; the daemon does not answer.
+    Raises MountError: busy, naming by whom; not mounted; not permitted; the daemon does not answer.
     """
     if os.geteuid() == 0:
         command = ["umount", *(["--lazy"] if lazy else []), "--", place]
     else:
         command = ["fusermount3", "-u", *(["-z"] if lazy else []), "--", place]
+    for pause_s in (*_BUSY_PAUSES_S, None):
+        reason = _run_helper(command, place)
+        if reason is None:
+            return
+        if "busy" not in reason:
+            raise MountError(f"cannot unmount {place}: {reason}")
+        found = list(itertools.islice(holders(place), _HOLDERS_SHOWN + 1))
+        if found or pause_s is None:
+            raise MountError(f"{place} is busy: {_describe(found)}")
+        time.sleep(pause_s)
+
+
+def _run_helper(command: list[str], place: str) -> str | None:
+    """What the program complains of; None where it succeeded."""
     try:
         result = subprocess.run(
             command, capture_output=True, text=True, errors="replace", check=False,
@@ -140,14 +159,11 @@ def detach(place: str, *, lazy: bool) -> None:
             f"{command[0]} of {place} hangs: its daemon does not answer; --force ends it"
         ) from error
     if result.returncode == 0:
-        return
-    if "busy" in result.stderr:
-        raise MountError(f"{place} is busy: {_describe_holders(place)}")
-    raise MountError(f"cannot unmount {place}: {result.stderr.strip() or result.returncode}")
+        return None
+    return result.stderr.strip() or f"exit status {result.returncode}"
 
 
-def _describe_holders(place: str) -> str:
-    found = list(itertools.islice(holders(place), _HOLDERS_SHOWN + 1))
+def _describe(found: list[str]) -> str:
     shown = "; ".join(found[:_HOLDERS_SHOWN]) or "by a process that /proc does not show"
     more = " and more" if len(found) > _HOLDERS_SHOWN else ""
     return f"{shown}{more}. End them, or use --lazy or --force"

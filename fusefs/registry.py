@@ -15,6 +15,7 @@ import os
 import signal
 import stat
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
@@ -26,12 +27,15 @@ from tectonic_client.limits import DAEMON_EXIT_S
 
 CLEAN: Final = "clean"
 
+_LOCK_TRIES: Final = 10
+_LOCK_PAUSE_S: Final = 0.05
+
 
 @dataclass(frozen=True, slots=True)
 class DaemonState:
     """What a mount's file says. `outcome`: None while it runs, CLEAN, or an error.
 
-    `volume` is the metadata URL without its password.
+    `volume` is the metadata URL without its password. `mounted`: the mount has answered once.
     """
 
     pid: int
@@ -39,6 +43,7 @@ class DaemonState:
     volume: str | None = None
     log_file: str | None = None
     outcome: str | None = None
+    mounted: bool = True
 
 
 def _candidates(user_id: int) -> list[str]:
@@ -83,17 +88,20 @@ class Claim:
         self._state = state
         self.socket_path = _socket_beside(path)
         """Where the daemon's control socket belongs; nobody else uses it while this lives."""
-        self._write(None)
+        self._write(replace(state, mounted=False))
 
-    def _write(self, outcome: str | None) -> None:
-        state = replace(self._state, outcome=outcome)
+    def _write(self, state: DaemonState) -> None:
         data = json.dumps(asdict(state)).encode()
         os.pwrite(self._descriptor, data, 0)
         os.ftruncate(self._descriptor, len(data))
 
+    def mounted(self) -> None:
+        """Say that the mount answers."""
+        self._write(self._state)
+
     def finish(self, outcome: str) -> None:
         """Say how the daemon ended. The lock stays until the process is gone."""
-        self._write(outcome)
+        self._write(replace(self._state, outcome=outcome))
         os.unlink(self._path)
 
 
@@ -102,7 +110,7 @@ def claim(directory: str, volume: str, log_file: str | None) -> Claim:
     path = os.path.join(_own_directory(), _file_name(directory))
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        if not _try_lock(descriptor):
+        if not _lock_soon(descriptor):
             other = _read(descriptor)
             os.close(descriptor)
             raise MountError(
@@ -123,6 +131,15 @@ def _try_lock(descriptor: int) -> bool:
     return True
 
 
+def _lock_soon(descriptor: int) -> bool:
+    """Who looks whether a daemon lives holds the lock for a moment too."""
+    for _ in range(_LOCK_TRIES):
+        if _try_lock(descriptor):
+            return True
+        time.sleep(_LOCK_PAUSE_S)
+    return False
+
+
 def _is_current(descriptor: int, path: str) -> bool:
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(path))
@@ -134,7 +151,7 @@ def _read(descriptor: int) -> DaemonState:
     data = os.pread(descriptor, 65_536, 0)
     try:
         return DaemonState(**json.loads(data))
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         # Locked before it is written: the daemon is just starting.
         raise MountError("the mount is just starting or ending: try again") from error
 

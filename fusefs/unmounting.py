@@ -34,16 +34,22 @@ def unmount(
         raise MountError(f"{place} was mounted by user {user_id}: only they or root may unmount it")
     with registry.living_daemon(place, user_id) as daemon:
         if daemon is None:
-            return _clean_up(place, found)
+            return _clean_up(place)
         if found is not None:
             _detach_living(found, daemon, lazy=lazy, force=force)
+        elif not daemon.state.mounted:
+            raise MountError(
+                f"{place} is just being mounted (pid {daemon.state.pid}): try again when it is, or"
+                " end that process"
+            )
         if lazy:
             return f"{place} is detached; its daemon flushes and ends when its last file is closed"
         return _await_end(place, daemon, timeout_s, on_second)
 
 
-def _clean_up(place: str, found: Mount | None) -> str:
-    if found is None:
+def _clean_up(place: str) -> str:
+    # Looked for again: a daemon that has ended in order meanwhile had detached it before.
+    if find_mount(place) is None:
         raise MountError(f"{place} is not mounted")
     detach(place, lazy=True)
     return f"{place} is unmounted; its daemon was gone already, without flushing"
@@ -53,8 +59,14 @@ def _detach_living(found: Mount, daemon: Daemon, *, lazy: bool, force: bool) -> 
     if force:
         # It detaches the directory itself, in use or not, and then flushes.
         daemon.terminate(found.user_id)
-    else:
+        return
+    try:
         detach(found.directory, lazy=lazy)
+    except MountError:
+        now = find_mount(found.directory)
+        if now is not None and now.device == found.device:
+            raise
+        # Another umount was quicker: the daemon is waited for all the same.
 
 
 def _await_end(

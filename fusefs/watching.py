@@ -26,8 +26,21 @@ def ask_mount(directory: str, command: str, **arguments: object) -> Any:
     place = mount_point(directory)
     found = find_mount(place)
     if found is None or found.fstype != FSTYPE:
-        raise MountError(f"{place} is not a mount of tectonicfs")
+        raise MountError(f"{place} is {_what_instead(place)}")
     return _ask(found, command, **arguments)
+
+
+def _what_instead(place: str) -> str:
+    """What a directory is that is no mount (any more)."""
+    with registry.living_daemon(place, os.getuid()) as daemon:
+        if daemon is None:
+            return "not a mount of tectonicfs"
+        if not daemon.state.mounted:
+            return f"just being mounted (pid {daemon.state.pid})"
+        return (
+            f"unmounted already; its daemon (pid {daemon.state.pid}) ends when its last file is"
+            " closed and everything is flushed"
+        )
 
 
 def _ask(mount: Mount, command: str, **arguments: object) -> Any:
@@ -99,5 +112,13 @@ def show_live(target: str, interval_s: float) -> None:
 
 
 def _page(found: list[dict[str, Any]], earlier: dict[int, dict[str, Any]]) -> RenderableType:
-    """`earlier` is by process: a mount that was made anew begins at zero."""
-    return Group(*(view(stats, earlier.get(stats["pid"])) for stats in found))
+    """`earlier` is by process: a mount that was made anew begins at zero.
+
+    Raises MountError where a daemon tells something else: it may be of another version, or lie.
+    """
+    try:
+        return Group(*(view(stats, earlier.get(stats["pid"])) for stats in found))
+    except (AttributeError, ArithmeticError, LookupError, TypeError, ValueError) as error:
+        raise MountError(
+            f"the daemon tells what this version does not understand: {error!r}"
+        ) from error

@@ -202,8 +202,9 @@ def test_the_socket_of_a_killed_daemon_is_replaced(path: str) -> None:
 @pytest.mark.parametrize(
     ("reply", "said"),
     [
-        (b"", "did not answer at"),
+        (b"", "is ending: it hung up"),
         (b"nonsense\n", "did not answer at"),
+        (b"[" * 100_000, "did not answer at"),
         (b"[]\n", "the daemon refused: None"),
         (b'{"error": "no"}\n', "the daemon refused: no"),
         (b"x" * 5_000_000, "too long"),

@@ -14,8 +14,10 @@ from typing import Any
 
 import pytest
 
+from fusefs import watching
 from fusefs.statsview import view
 from tectonic_client.cli.parameters import plain_console
+from tectonic_client.errors import MountError
 from tests.fusefs.mounts import (
     COMMAND,
     TIMEOUT_S,
@@ -188,6 +190,16 @@ def test_a_mount_that_hangs_says_for_what(tmp_path: Path) -> None:
             assert (mount.path / "f").read_bytes() == b"x"
             tectonicfs("umount", mount.path)
         tectonicfs("umount", carrier.path)
+
+
+@pytest.mark.parametrize(
+    "told", [{}, {"pid": 1}, {"pid": []}, [], None, "stats", {"pid": 1, "operations": 7}]
+)
+def test_a_daemon_that_lies_about_its_stats(told: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What another version tells, or somebody who means harm, is one line and no traceback."""
+    monkeypatch.setattr(watching, "_look", lambda target: [told])
+    with pytest.raises(MountError, match="does not understand"):
+        watching.show_once("/mnt")
 
 
 def _await_request(directory: Path, operation: str) -> dict[str, Any]:
