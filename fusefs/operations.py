@@ -28,6 +28,7 @@ import pyfuse3
 
 from fusefs.errors import errno_of
 from fusefs.options import MountOptions
+from fusefs.removedopens import OpensOfRemoved
 from fusefs.versions import OpenedVersions
 from tectonic_client.errors import Exists, InvalidArgument, StaleHandle
 from tectonic_client.limits import (
@@ -123,6 +124,7 @@ class FuseOperations(pyfuse3.Operations):  # type: ignore[misc]  # pyfuse3 publi
         self._fs = filesystem
         self._options = options
         self.versions = OpenedVersions()
+        self._removed = OpensOfRemoved()
         self._direct: set[int] = set()
         """Handles whose writes bypass the page cache."""
         self._directories: dict[int, int] = {}
@@ -326,6 +328,8 @@ class FuseOperations(pyfuse3.Operations):  # type: ignore[misc]  # pyfuse3 publi
     async def open(self, inode: int, flags: int, ctx: pyfuse3.RequestContext) -> pyfuse3.FileInfo:
         """A handle to an existing file."""
         attributes = await self._fs.getattr(inode)
+        if not attributes.nlink:
+            self._removed.require_second_look(ctx.pid, inode)
         if attributes.pushes:
             await self._follower.ready()  # pages of an open file have no time-out
         handle = await self._fs.open(inode, flags)

@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.filesystem.faultrig import new_volume
 from tests.fusefs.mounts import format_volume, mounted, tectonicfs
+from tests.fusefs.pairs import Pair, mounted_pair
+from tests.postgres import PostgresServer
 
 
 @pytest.fixture(scope="session")
@@ -41,3 +44,20 @@ def here(shared_mount: Path, request: pytest.FixtureRequest) -> Path:
     path = shared_mount / request.node.name.replace("/", "_")[:200]
     path.mkdir()
     return path
+
+
+@pytest.fixture(scope="module", params=["sqlite", "postgresql"])
+def shared_pair(
+    fuse: None, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Pair]:
+    """Two mounts over each engine for tests that only use them; both must unmount cleanly."""
+    base = tmp_path_factory.mktemp("pair")
+    url = str(base / "meta.db")
+    if request.param == "postgresql":
+        server: PostgresServer = request.getfixturevalue("postgres_server")
+        url = server.fresh_url()
+    new_volume(url, str(base / "store"))
+    with mounted_pair(url, base) as pair:
+        yield pair
+        for mount in pair:
+            tectonicfs("umount", mount.path)

@@ -8,57 +8,22 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 
 from tectonic_client.limits import COHERENCE_DEADLINE_S
-from tests.filesystem.faultrig import new_volume
-from tests.fusefs.mounts import MountedVolume, mounted, tectonicfs
-from tests.postgres import PostgresServer
+from tests.fusefs.mounts import MountedVolume, tectonicfs
+from tests.fusefs.pairs import PLAIN, POLICY, PUSH, Pair, mounted_pair
 
 pytestmark = pytest.mark.fuse
-
-Pair = tuple[MountedVolume, MountedVolume]
-
-PLAIN, PUSH = "plain", "push"
-POLICY = "user.tectonicfs.coherence"
-
-
-@contextmanager
-def _pair(url: str, base: Path) -> Iterator[Pair]:
-    with ExitStack() as stack:
-        one = stack.enter_context(mounted(url, base / "one"))
-        two = stack.enter_context(mounted(url, base / "two"))
-        for name in (PLAIN, PUSH):
-            (one.path / name).mkdir()
-        os.setxattr(one.path / PUSH, POLICY, b"push")
-        yield one, two
 
 
 @pytest.fixture
 def pair(fuse: None, volume: str, tmp_path: Path) -> Iterator[Pair]:
     """Two mounts over the embedded engine, this test's own."""
-    with _pair(volume, tmp_path) as pair:
+    with mounted_pair(volume, tmp_path) as pair:
         yield pair
-
-
-@pytest.fixture(scope="module", params=["sqlite", "postgresql"])
-def shared_pair(
-    fuse: None, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Pair]:
-    """Two mounts over each engine for tests that only use them; both must unmount cleanly."""
-    base = tmp_path_factory.mktemp("pair")
-    url = str(base / "meta.db")
-    if request.param == "postgresql":
-        server: PostgresServer = request.getfixturevalue("postgres_server")
-        url = server.fresh_url()
-    new_volume(url, str(base / "store"))
-    with _pair(url, base) as pair:
-        yield pair
-        for mount in pair:
-            tectonicfs("umount", mount.path)
 
 
 @pytest.fixture
@@ -301,6 +266,24 @@ def test_close_to_open(plain: tuple[Path, Path]) -> None:
                 with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapping:
                     assert mapping[:] == content
         assert "f" in os.listdir(there)
+
+
+def test_a_name_opens_the_new_file_while_the_old_one_is_open(plain: tuple[Path, Path]) -> None:
+    """Replaced or removed elsewhere, a name that the kernel still trusts does not lead to the old
+    file, although that lives on; its descriptor does, also by way of /proc."""
+    here, there = plain
+    (here / "f").write_text("old")
+    with (there / "f").open() as old:
+        (here / "new").write_text("new")
+        (here / "new").rename(here / "f")
+        assert (there / "f").read_text() == "new"
+        for _ in range(3):
+            assert Path(f"/proc/self/fd/{old.fileno()}").read_text() == "old"
+    with (there / "f").open() as old:
+        (here / "f").unlink()
+        with pytest.raises(FileNotFoundError):
+            (there / "f").open()
+        assert old.read() == "new"
 
 
 def test_new_names_are_found_at_once(plain: tuple[Path, Path]) -> None:
