@@ -51,6 +51,8 @@ class Signals:
         """Inodes to reclaim and since when, the oldest first."""
         self.released: set[int] = set()
         """Those of them that other clients have not been told of."""
+        self.tails: set[int] = set()
+        """Inodes whose tails are to be reclaimed."""
         self.compaction = trio.Event()
         self.candidates: dict[int, float] = {}
         """Inodes that are worth compacting, and when that was noted (trio's clock)."""
@@ -64,6 +66,11 @@ class Signals:
 
     def blocks_freed(self) -> None:
         """Blocks may have died."""
+        self.garbage.set()
+
+    def tail_left(self, inode: int) -> None:
+        """Extents were cut off that are still to be reclaimed."""
+        self.tails.add(inode)
         self.garbage.set()
 
     def scattered(self, inode: int) -> None:
@@ -146,6 +153,7 @@ class BackgroundTasks:
 
     async def _collect(self) -> int:
         await self.reclaim_due_orphans()
+        await self.reclaim_tails()
         return await self._cleaner.delete_dead_blocks() + len(self._signals.orphans)
 
     async def reclaim_due_orphans(self) -> None:
@@ -168,6 +176,13 @@ class BackgroundTasks:
                 return
             await self._cleaner.reclaim(inode)
             self._signals.orphans.pop(inode, None)
+
+    async def reclaim_tails(self) -> None:
+        """Reclaim what this client cut off files."""
+        while self._signals.tails:
+            inode = next(iter(self._signals.tails))
+            await self._cleaner.reclaim_tail(inode)
+            self._signals.tails.discard(inode)
 
     async def _keep_removed_files(self) -> None:
         while True:
@@ -199,6 +214,7 @@ class BackgroundTasks:
             if not left_s:  # also where it could not be told
                 await self._attempt(self._cleaner.clean_dead_sessions)
                 await self._attempt(self._cleaner.reclaim_abandoned_orphans)
+                await self._attempt(self._cleaner.reclaim_tails)
                 await self._attempt(self._cleaner.delete_dead_blocks)
                 await self._attempt(self._cleaner.trim_changes)
             interval_s = CLEANUP_INTERVAL_S

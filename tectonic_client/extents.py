@@ -158,6 +158,12 @@ class ExtentMap:
             replacement.insert(0, self._extents[first])
         self._extents[first:last] = coalesce(replacement)
 
+    def cut(self, size: int) -> None:
+        """Remove everything from file offset `size` on."""
+        first = self._first_touching(size)
+        rest = [extent.between(0, size) for extent in self._extents[first : first + 1]]
+        self._extents[first:] = [extent for extent in rest if extent is not None]
+
     def lookup(self, start: int, end: int) -> list[Extent]:
         """The parts of extents inside the file bytes [start, end), in order."""
         found = []

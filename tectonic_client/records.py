@@ -61,6 +61,8 @@ class InodeFlag(IntFlag):
     """`coherence=push`: changes of the inode, and of a directory's entries, are told at once."""
     QUOTA = 8
     """It has a member record of a quota."""
+    TAIL = 16
+    """It has a tail record."""
 
 
 class StoreState(IntEnum):
@@ -564,6 +566,24 @@ class QuotaUsageRecord(Record):
 
     @classmethod
     def _from_body(cls, body: memoryview) -> QuotaUsageRecord:
+        return cls(*unpack_exactly(cls._LAYOUT, body))
+
+
+@dataclass(frozen=True, slots=True)
+class TailRecord(Record):
+    """Extents of an inode that begin in start <= x < end were cut off and are to be reclaimed."""
+
+    KIND = 20
+    _LAYOUT: ClassVar = struct.Struct("<QQ")
+
+    start: int
+    end: int
+
+    def _body(self) -> bytes:
+        return self._LAYOUT.pack(self.start, self.end)
+
+    @classmethod
+    def _from_body(cls, body: memoryview) -> TailRecord:
         return cls(*unpack_exactly(cls._LAYOUT, body))
 
 

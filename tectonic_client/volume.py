@@ -409,7 +409,8 @@ def _assemble(
         kv=kv, session_id=session_id, stores=stores,
         write=WriteServices(writer, pool, ids.next_id, nursery, backend.debris.note),
         reader=reader, cache=cache, table=BlockTable(kv), chunk_bytes=record.chunk_bytes,
-        on_blocks_freed=signals.blocks_freed, on_scattered=signals.scattered, audience=audience,
+        on_blocks_freed=signals.blocks_freed, on_scattered=signals.scattered,
+        on_tail=signals.tail_left, audience=audience,
     )  # fmt: skip
     follower = Follower(kv, session_id)
     filesystem = FileSystem(

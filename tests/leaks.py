@@ -43,6 +43,7 @@ async def clean(volume: Volume) -> None:
     await volume.cleaner.clean_dead_sessions()
     await volume.tasks.reclaim_orphans()
     await volume.cleaner.reclaim_abandoned_orphans(wait_for_others=False)
+    await volume.cleaner.reclaim_tails()
     await volume.cleaner.delete_dead_blocks(wait_for_readers=False)
 
 
@@ -122,6 +123,8 @@ class _Audit:
             self.used[number][1] += usage.used_inodes
         elif layer == keys.DEAD_BLOCK:
             self.problems.append(f"block {number:016x} is dead and was not deleted")
+        elif layer == keys.TAIL:
+            self.problems.append(f"inode {number} has a tail that was not reclaimed")
         elif layer == keys.ORPHAN:
             self.problems.append(f"inode {number} is an orphan")
         else:
@@ -176,6 +179,8 @@ class _Audit:
         for inode, record in self.inodes.items():
             if bool(record.flags & InodeFlag.XATTRS) != (inode in self.attributed):
                 self.problems.append(f"inode {inode}: its flag about extended attributes is wrong")
+            if record.flags & InodeFlag.TAIL:
+                self.problems.append(f"inode {inode} says that it has a tail")
         records = self.changed | self.attributed | set(self.links) | set(self.extents)
         for inode in records | set(self.subdirectories):
             if inode not in self.inodes:

@@ -37,8 +37,8 @@ from tectonic_client.extents import Extent, ExtentMap
 from tectonic_client.kv.port import ReadTransaction
 from tectonic_client.limits import CHECKPOINT_TRANSFERS
 from tectonic_client.metadata.blocks import read_blocks
-from tectonic_client.metadata.files import read_extents
 from tectonic_client.metadata.inodes import read_inode
+from tectonic_client.metadata.tails import live_extents
 from tectonic_client.records import BlockRecord
 from tectonic_client.volume import Volume
 
@@ -174,10 +174,11 @@ class StoredFile:
         inode = await volume.filesystem.resolve(path)
 
         def load(tx: ReadTransaction) -> tuple[int, list[Extent], dict[int, BlockRecord | None]]:
-            extents = read_extents(tx, inode)
+            record = read_inode(tx, inode)
+            extents = live_extents(tx, inode, record)
             ids = list(dict.fromkeys(extent.block_id for extent in extents))
             return (
-                read_inode(tx, inode).size,
+                record.size,
                 extents,
                 dict(zip(ids, read_blocks(tx, ids), strict=True)),
             )

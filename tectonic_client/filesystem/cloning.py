@@ -25,7 +25,7 @@ from tectonic_client.filesystem.namespace import check_new_place, forbid_inside
 from tectonic_client.kv.executor import AsyncKV
 from tectonic_client.kv.port import ReadTransaction, Transaction
 from tectonic_client.limits import CLONE_ATTEMPTS, CLONE_BATCH_ENTRIES, RECLAIM_BATCH_ROWS
-from tectonic_client.metadata import files, hidden, quotas
+from tectonic_client.metadata import files, hidden, quotas, tails
 from tectonic_client.metadata.changes import Positions
 from tectonic_client.metadata.ids import IdAllocator
 from tectonic_client.metadata.inodes import (
@@ -38,7 +38,7 @@ from tectonic_client.metadata.inodes import (
 )
 from tectonic_client.metadata.names import Entry, list_entries, write_entry
 from tectonic_client.metadata.sessions import require_session
-from tectonic_client.records import DirentRecord, FileType, InodeRecord
+from tectonic_client.records import DirentRecord, FileType, InodeFlag, InodeRecord
 from tectonic_client.types import Owner
 
 
@@ -144,6 +144,7 @@ class Cloner:
         return replace(
             record, mode=mode, uid=uid, gid=gid, nlink=2 if record.is_directory else 1,
             mtime_ns=mtime_ns, ctime_ns=time.time_ns(), parent=parent,
+            flags=record.flags & ~InodeFlag.TAIL,
         )  # fmt: skip
 
     def _publish(self, tx: Transaction, copied: _Copied, parent: int, name: bytes) -> Positions:
@@ -233,7 +234,8 @@ class Cloner:
             rows = files.count_extents(tx, source, room + 1)
             complete = rows <= room
             if complete:
-                files.copy_extents(tx, source, target, 0, record.size, room + 1)
+                dead = tails.dead_range(tx, source, record)
+                files.copy_extents(tx, source, target, 0, record.size, room + 1, dead)
         names = 1 if record.is_directory else record.nlink
         return _Copied(source, target, new, names, complete), rows if complete else 0
 
@@ -265,7 +267,9 @@ class Cloner:
 
     def _copy_some(self, tx: Transaction, copied: _Copied, start: int, end: int) -> int | None:
         hidden.require(tx, self._root)
-        return files.copy_extents(tx, copied.source, copied.target, start, end, RECLAIM_BATCH_ROWS)
+        source = copied.source
+        dead = tails.dead_range(tx, source, read_inode(tx, source))
+        return files.copy_extents(tx, source, copied.target, start, end, RECLAIM_BATCH_ROWS, dead)
 
     @staticmethod
     def _settle(tx: Transaction, copied: _Copied, before: InodeRecord) -> bool:

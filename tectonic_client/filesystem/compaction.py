@@ -30,6 +30,7 @@ from tectonic_client.limits import (
     COMPACT_STEP_BYTES,
 )
 from tectonic_client.metadata import files as file_layer
+from tectonic_client.metadata import tails
 from tectonic_client.metadata.inodes import read_inode
 from tectonic_client.metadata.sessions import require_session
 from tectonic_client.records import BlockRecord
@@ -118,8 +119,8 @@ class Compactor:
         self, tx: Transaction, inode: int, copied: list[Extent], new: Extent, record: BlockRecord
     ) -> bool:
         require_session(tx, self._services.session_id)
-        read_inode(tx, inode)
-        stored = file_layer.read_extents(tx, inode, new.file_offset, new.end)
+        record_now = read_inode(tx, inode)
+        stored = tails.live_extents(tx, inode, record_now, new.file_offset, new.end)
         parts = [extent.between(new.file_offset, new.end) for extent in stored]
         if coalesce([part for part in parts if part is not None]) != coalesce(copied):
             return False

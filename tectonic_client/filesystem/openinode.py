@@ -71,6 +71,13 @@ class OpenInode:
         self.record = record
         self.settle()
 
+    def cut(self, record: InodeRecord) -> None:
+        """The file ends where this record says, and is else as it was known."""
+        self.extents.cut(record.size)
+        self.version += 1
+        self.record = record
+        self.size = record.size
+
     def replaced(self, extent: Extent) -> None:
         """The same bytes lie in this extent from now on."""
         self.extents.insert(extent)

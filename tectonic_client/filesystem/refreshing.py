@@ -13,8 +13,7 @@ from tectonic_client.extents import Extent
 from tectonic_client.filesystem.openinode import OpenInode
 from tectonic_client.kv.executor import AsyncKV
 from tectonic_client.kv.port import ReadTransaction
-from tectonic_client.metadata import files as file_layer
-from tectonic_client.metadata import quotas
+from tectonic_client.metadata import quotas, tails
 from tectonic_client.metadata.inodes import read_inode
 from tectonic_client.metadata.orphans import is_whole
 from tectonic_client.records import FileType, InodeRecord
@@ -39,7 +38,7 @@ class Refresher:
             if not record.nlink and not is_whole(tx, state.inode):
                 raise StaleHandle(f"inode {state.inode} was removed")
             quota = quotas.quota_of(tx, state.inode, record)
-            return record, file_layer.read_extents(tx, state.inode), quota
+            return record, tails.live_extents(tx, state.inode, record), quota
 
         if state.dirty and not state.stale:
             return

@@ -30,4 +30,5 @@ class FileServices:
     chunk_bytes: int
     on_blocks_freed: Callable[[], None]
     on_scattered: Callable[[int], None]
+    on_tail: Callable[[int], None]
     audience: Audience

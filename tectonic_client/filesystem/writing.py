@@ -13,6 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import methodcaller
+from typing import NamedTuple
 
 import trio
 
@@ -34,11 +35,12 @@ from tectonic_client.filesystem.services import Bytes, FileServices
 from tectonic_client.kv.port import Transaction
 from tectonic_client.limits import MAX_FILE_BYTES
 from tectonic_client.metadata import files as file_layer
+from tectonic_client.metadata import tails
 from tectonic_client.metadata.blocks import named_blocks
 from tectonic_client.metadata.changes import Changes, Positions
 from tectonic_client.metadata.inodes import read_inode, write_inode
 from tectonic_client.metadata.sessions import heartbeat, require_session
-from tectonic_client.records import BlockRecord, InodeRecord
+from tectonic_client.records import BlockRecord, InodeFlag, InodeRecord
 
 
 class FileWriter:
@@ -149,7 +151,7 @@ class FileWriter:
             state.mtime_ns or time.time_ns(),
         )  # fmt: skip
         try:
-            record, positions = await self._services.kv.transact(update.publish, durable=durable)
+            record, positions = await self._commit(update, durable=durable)
         except UnknownOutcome:
             state.log.doubt(blocks)
             raise
@@ -164,6 +166,11 @@ class FileWriter:
         if is_scattered(len(state.extents), state.size, self._services.chunk_bytes):
             self._services.on_scattered(state.inode)
         await discard_unused()
+
+    async def _commit(self, update: _Update, *, durable: bool) -> tuple[InodeRecord, Positions]:
+        while (done := await self._services.kv.transact(update.publish, durable=durable)) is None:
+            await self._reclaim_tail(update.inode, update.extents[-1].end)
+        return done
 
     async def _vanished(self, in_doubt: Mapping[int, BlockRecord]) -> set[int]:
         """Those of the blocks in doubt that were published, and deleted again meanwhile."""
@@ -189,31 +196,72 @@ class FileWriter:
         async with state.lock:
             if state.dirty:
                 await self.publish(state, durable=False)
-            set_size = partial(self._set_size, state.inode, size, now_ns)
             try:
-                record, extents, positions = await self._services.kv.transact(set_size)
+                await self._set_size(state, size, now_ns)
             except UnknownOutcome:
                 state.stale = True  # what was cut must not come back when the file grows
                 raise
-            state.refresh(record, extents)
-            state.unseen.update(positions)
         await self.until_seen(state, [state.inode])
         self._services.on_blocks_freed()
 
-    def _set_size(
-        self, inode: int, size: int, now_ns: int, tx: Transaction
-    ) -> tuple[InodeRecord, list[Extent], Positions]:
-        require_session(tx, self._services.session_id)
-        record = read_inode(tx, inode)
-        require_regular(inode, record)
-        if size < record.size:
-            file_layer.cut(tx, inode, size)
-        record = replace(record, size=size, mtime_ns=now_ns, ctime_ns=now_ns)
-        write_inode(tx, inode, record)
+    async def _set_size(self, state: OpenInode, size: int, now_ns: int) -> None:
+        cut = _Cut(self._services.session_id, state.inode, size, now_ns)
+        while (done := await self._services.kv.transact(cut.publish)) is None:
+            await self._reclaim_tail(state.inode, MAX_FILE_BYTES)
+        # Where another client has changed the file, its other extents are not as they were known.
+        state.stale = state.stale or not _is_same(done.before, state.record)
+        state.cut(done.record)
+        state.unseen.update(done.positions)
+        if done.record.flags & InodeFlag.TAIL:
+            self._services.on_tail(state.inode)
+
+    async def _reclaim_tail(self, inode: int, until: int) -> None:
+        """Reclaim at least what lies before `until` of what earlier cuts left."""
+        position: int | None = 0
+        while position is not None and position < until:
+            reclaim = partial(tails.reclaim, inode=inode)
+            position = await self._services.kv.transact(reclaim)
+
+
+def _is_same(one: InodeRecord, other: InodeRecord | None) -> bool:
+    """Whether nobody wrote to the file between two looks at its record."""
+    if other is None:
+        return False
+    return (one.size, one.mtime_ns, one.ctime_ns) == (other.size, other.mtime_ns, other.ctime_ns)
+
+
+class _CutDone(NamedTuple):
+    """The record before and after a change of size, and where the events of it are."""
+
+    before: InodeRecord
+    record: InodeRecord
+    positions: Positions
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """What a change of size publishes."""
+
+    session_id: int
+    inode: int
+    size: int
+    now_ns: int
+
+    def publish(self, tx: Transaction) -> _CutDone | None:
+        """None where a tail is to be reclaimed first. Raises SessionLost, StaleHandle, ..."""
+        require_session(tx, self.session_id)
+        before = read_inode(tx, self.inode)
+        require_regular(self.inode, before)
+        record: InodeRecord | None = replace(before, size=self.size)
+        if self.size < before.size:
+            record = tails.cut(tx, self.inode, before, self.size)
+        if record is None:
+            return None
+        record = replace(record, mtime_ns=self.now_ns, ctime_ns=self.now_ns)
+        write_inode(tx, self.inode, record)
         changes = Changes()
-        changes.inode(inode, record)
-        positions = changes.write(tx, self._services.session_id)
-        return record, file_layer.read_extents(tx, inode), positions
+        changes.inode(self.inode, record)
+        return _CutDone(before, record, changes.write(tx, self.session_id))
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,16 +276,18 @@ class _Update:
     vanished: Collection[int]
     mtime_ns: int
 
-    def publish(self, tx: Transaction) -> tuple[InodeRecord, Positions]:
+    def publish(self, tx: Transaction) -> tuple[InodeRecord, Positions] | None:
         """Returns the inode's new record, and where the events of it are.
 
-        Raises SessionLost, StaleHandle.
+        None where a tail is to be reclaimed first. Raises SessionLost, StaleHandle.
         """
         require_session(tx, self.session_id)
         record = read_inode(tx, self.inode)
         done = {*self.vanished, *named_blocks(tx, list(self.in_doubt))}
         blocks = {block_id: new for block_id, new in self.blocks.items() if block_id not in done}
         extents = [extent for extent in self.extents if extent.block_id not in done]
+        if tails.is_in_the_way(tx, self.inode, record, extents):
+            return None
         if extents:
             file_layer.publish(tx, self.inode, blocks, extents)
             record = replace(

@@ -60,9 +60,9 @@ def publish(
         _apply(tx, inode, arithmetic.overlay(existing, new_extents))
 
 
-def cut(tx: Transaction, inode: int, size: int) -> None:
-    """Remove all file bytes from `size` on."""
-    _apply(tx, inode, arithmetic.truncate(read_extents(tx, inode, size), size))
+def cut(tx: Transaction, inode: int, size: int, end: int = MAX_FILE_BYTES) -> None:
+    """Remove all file bytes from `size` on; of extents that begin at `end` or behind, none."""
+    _apply(tx, inode, arithmetic.truncate(read_extents(tx, inode, size, end), size))
 
 
 def _apply(tx: Transaction, inode: int, plan: OverlayPlan) -> None:
@@ -74,22 +74,25 @@ def _apply(tx: Transaction, inode: int, plan: OverlayPlan) -> None:
     blocks.release(tx, inode, plan.released)
 
 
-def count_extents(tx: ReadTransaction, inode: int, limit: int) -> int:
-    """How many extents a file has; no more than `limit` are counted."""
-    return len(tx.scan(*keys.extents(inode), limit=limit))
+def count_extents(tx: ReadTransaction, inode: int, limit: int, start: int = 0) -> int:
+    """How many extents a file has from `start` on; no more than `limit` are counted."""
+    return len(tx.scan(keys.extent(inode, start), keys.extents(inode)[1], limit=limit))
 
 
 def copy_extents(
-    tx: Transaction, source: int, target: int, start: int, end: int, limit: int
+    tx: Transaction, source: int, target: int, start: int, end: int, limit: int, dead: range
 ) -> int | None:
     """Let `target` use what `source` has in start <= x < end, of which it must have nothing yet.
 
-    At most `limit` extents that begin there are copied; returns where to go on, None at the end.
+    Those that begin at one of the offsets `dead` are left out (see `tails`). At most `limit`
+    extents that begin there are copied; returns where to go on, None at the end.
     """
     rows = tx.scan(keys.extent(source, start), keys.extent(source, end), limit=limit)
     used: dict[int, int] = {}
     for row in rows:
         extent = _decode(*row)
+        if extent.file_offset in dead:
+            continue
         length = min(extent.length, end - extent.file_offset)
         record = ExtentRecord(length, extent.block_id, extent.block_offset)
         tx.put(keys.extent(target, extent.file_offset), record.encode())
@@ -100,12 +103,19 @@ def copy_extents(
 
 def drop_extents(tx: Transaction, inode: int, limit: int) -> bool:
     """Remove at most `limit` of an inode's extents; True once none is left."""
-    start, end = keys.extents(inode)
-    rows = tx.scan(start, end, limit=limit)
+    return drop_between(tx, inode, 0, MAX_FILE_BYTES, limit) is None
+
+
+def drop_between(tx: Transaction, inode: int, start: int, end: int, limit: int) -> int | None:
+    """Remove at most `limit` of the extents that begin in start <= x < end.
+
+    Returns the end of the last one removed if there may be more, else None.
+    """
+    rows = tx.scan(keys.extent(inode, start), keys.extent(inode, end), limit=limit)
+    extents = [_decode(*row) for row in rows]
     released: dict[int, int] = {}
-    for key, value in rows:
-        extent = _decode(key, value)
+    for extent in extents:
         released[extent.block_id] = released.get(extent.block_id, 0) + extent.length
-        tx.delete(key)
+        tx.delete(keys.extent(inode, extent.file_offset))
     blocks.release(tx, inode, released)
-    return len(rows) < limit
+    return extents[-1].end if len(rows) == limit else None

@@ -28,6 +28,7 @@ CHECKPOINT: Final = b"K"
 QUOTA: Final = b"Q"
 CHANGE: Final = b"C"
 FOLLOWER: Final = b"W"
+TAIL: Final = b"T"
 
 # Parts of an inode's group.
 ATTRIBUTES: Final = b"\x00"
@@ -207,6 +208,11 @@ def dead_block(block_id: int) -> bytes:
 def orphan(inode: int) -> bytes:
     """Key of an orphaned inode's record."""
     return group(ORPHAN, inode)
+
+
+def tail(inode: int) -> bytes:
+    """Key of the record of an inode's tail."""
+    return group(TAIL, inode)
 
 
 def parse_group(key: bytes) -> int:

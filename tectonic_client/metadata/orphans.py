@@ -18,7 +18,7 @@ from typing import Final
 
 from tectonic_client.kv.port import ReadTransaction, Transaction
 from tectonic_client.limits import BRIEF_BATCH_ROWS, RECLAIM_BATCH_ROWS
-from tectonic_client.metadata import files, keys, quotas, sessions
+from tectonic_client.metadata import files, keys, quotas, sessions, tails
 from tectonic_client.metadata.inodes import read_inode, read_inodes, write_inode
 from tectonic_client.metadata.names import delete_entry, is_empty, list_entries
 from tectonic_client.records import FileType, InodeFlag, InodeRecord, OrphanRecord
@@ -44,7 +44,8 @@ def erase(tx: Transaction, inode: int, record: InodeRecord) -> bool:
     """
     if record.is_directory and not is_empty(tx, inode):
         return False
-    if record.size and record.file_type is FileType.REGULAR:
+    may_have_extents = record.size or record.flags & InodeFlag.TAIL
+    if may_have_extents and record.file_type is FileType.REGULAR:
         if files.count_extents(tx, inode, BRIEF_BATCH_ROWS) == BRIEF_BATCH_ROWS:
             return False
         files.drop_extents(tx, inode, BRIEF_BATCH_ROWS)
@@ -139,6 +140,7 @@ def reclaim(
 def _forget(tx: Transaction, inode: int, record: InodeRecord) -> None:
     """Remove all records of an inode, a directory's quota too."""
     _forget_quota(tx, inode, record)
+    tails.forget(tx, inode, record)
     prefix = keys.group(keys.FILE, inode)
     tx.delete_range(prefix, keys.prefix_end(prefix))
 

@@ -27,7 +27,7 @@ from tectonic_client.limits import (
     RECLAIM_BATCH_ROWS,
     SCAN_PAGE_ROWS,
 )
-from tectonic_client.metadata import blocks, changes, keys, orphans, sessions
+from tectonic_client.metadata import blocks, changes, keys, orphans, sessions, tails
 from tectonic_client.metadata.inodes import read_inode
 from tectonic_client.metadata.scans import scan_layer
 from tectonic_client.metadata.sessions import describe
@@ -160,6 +160,19 @@ class Cleaner:
                 todo.pop()
             todo += found
             rows = BRIEF_BATCH_ROWS if gone else RECLAIM_BATCH_ROWS
+
+    # --- tails --------------------------------------------------------------------------------
+
+    async def reclaim_tail(self, inode: int) -> None:
+        """Remove the extents behind the end of a file, in bounded steps."""
+        while await self._kv.transact(partial(tails.reclaim, inode=inode)) is not None:
+            pass
+
+    async def reclaim_tails(self) -> None:
+        """Do so for every file of the volume: those who cut them may be gone."""
+        while found := await self._kv.read(tails.unreclaimed):
+            for inode in found:
+                await self.reclaim_tail(inode)
 
     # --- dead blocks --------------------------------------------------------------------------
 

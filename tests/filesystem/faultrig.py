@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import trio
+import trio.testing
 
 from tectonic_client.chunkstore.port import ChunkStore
 from tectonic_client.chunkstore.wrappers import Effect, Fail, Fault, FaultyStore, Operation, Tear
@@ -35,6 +36,7 @@ from tectonic_client.volume import (
     format_volume,
     open_volume,
 )
+from tests.leaks import assert_no_leaks, clean
 
 CHUNK_BYTES = 64 * 1024
 OWNER = Owner(os.getuid(), os.getgid())
@@ -222,3 +224,59 @@ async def load_tree(fs: FileSystem) -> dict[bytes, bytes]:
     names = [entry.name for entry in await fs.readdir(handle, 0)]
     await fs.releasedir(handle)
     return {name: await load_file(fs, name) for name in names}
+
+
+# --- a fault at each step ---------------------------------------------------------------------
+
+MAX_STEPS = 40
+"""More steps than any scenario has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """What is there before, what the program does, and what must be there afterwards."""
+
+    work: Callable[[Volume], Awaitable[None]]
+    before: dict[bytes, bytes]
+    after: dict[bytes, bytes]
+
+    def __str__(self) -> str:
+        return self.work.__name__.strip("_")
+
+
+async def try_each_step(scenario: Scenario, kind: Kind, max_steps: int = MAX_STEPS) -> None:
+    """Run the scenario with the fault at its first step, its second, ... until it has no more."""
+    for n in range(1, max_steps):
+        with trio.fail_after(20):
+            try:
+                if not await _try(scenario, kind, n):
+                    return
+            except BaseException as error:
+                error.add_note(f"the fault was at step {n}")
+                raise
+    raise AssertionError(f"more than {max_steps} steps")
+
+
+async def _try(scenario: Scenario, kind: Kind, n: int) -> bool:
+    """Run the scenario with the fault at its n-th step; False if it has fewer steps."""
+    url = new_volume()
+    async with open_volume(url) as volume:
+        for name, data in scenario.before.items():
+            await store_file(volume.filesystem, name, data)
+    faults = Faults()
+    try:
+        async with failing_client(url, faults) as volume:
+            kind.plan(faults, n)
+            await scenario.work(volume)
+            # What the program was told must be there, before anybody cleans up.
+            reached = not faults.pending
+            faults.clear()
+            assert await load_tree(volume.filesystem) == scenario.after
+    except TectonicError as error:
+        raise AssertionError(f"closing failed: {error!r}") from error
+    assert volume.pool.used_bytes == 0, "leaked buffers"
+    async with open_volume(url) as volume:
+        await clean(volume)
+        await assert_no_leaks(volume)
+        assert await load_tree(volume.filesystem) == scenario.after
+    return reached

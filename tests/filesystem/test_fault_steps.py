@@ -7,9 +7,7 @@ are of the tree, what was acknowledged is there at the end, and the next client 
 from __future__ import annotations
 
 import os
-from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from dataclasses import dataclass
 
 import pytest
 import trio
@@ -29,9 +27,11 @@ from tectonic_client.types import ROOT_INODE, AttributeChanges
 from tectonic_client.volume import Volume, open_volume
 from tests.filesystem.faultrig import (
     KINDS,
+    MAX_STEPS,
     OWNER,
     Faults,
     Kind,
+    Scenario,
     end_sessions_left_by_this_process,
     failing_client,
     insist,
@@ -39,28 +39,14 @@ from tests.filesystem.faultrig import (
     load_tree,
     new_volume,
     store_file,
+    try_each_step,
 )
 from tests.leaks import assert_no_leaks, clean
-
-MAX_STEPS = 40
-"""More steps than any scenario has."""
 
 OLD = bytes(range(256)) * 900
 """Content of the file that is there before, in several blocks."""
 
 NEW = bytes(reversed(range(256))) * 700
-
-
-@dataclass(frozen=True, slots=True)
-class Scenario:
-    """What is there before, what the program does, and what must be there afterwards."""
-
-    work: Callable[[Volume], Awaitable[None]]
-    before: dict[bytes, bytes]
-    after: dict[bytes, bytes]
-
-    def __str__(self) -> str:
-        return self.work.__name__.strip("_")
 
 
 async def _inode(volume: Volume, name: bytes) -> int:
@@ -259,48 +245,11 @@ SCENARIOS = [
 ]
 
 
-async def _try(scenario: Scenario, kind: Kind, n: int) -> bool:
-    """Run the scenario with the fault at its n-th step; False if it has fewer steps."""
-    url = new_volume()
-    async with open_volume(url) as volume:
-        for name, data in scenario.before.items():
-            await store_file(volume.filesystem, name, data)
-    faults = Faults()
-    try:
-        async with failing_client(url, faults) as volume:
-            kind.plan(faults, n)
-            await scenario.work(volume)
-            # What the program was told must be there, before anybody cleans up.
-            reached = not faults.pending
-            faults.clear()
-            assert await load_tree(volume.filesystem) == scenario.after
-    except TectonicError as error:
-        raise AssertionError(f"closing failed: {error!r}") from error
-    assert volume.pool.used_bytes == 0, "leaked buffers"
-    async with open_volume(url) as volume:
-        await clean(volume)
-        await assert_no_leaks(volume)
-        assert await load_tree(volume.filesystem) == scenario.after
-    return reached
-
-
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=str)
 def test_an_operation_survives_a_fault_at_each_step(scenario: Scenario, kind: Kind) -> None:
     """With the fault at step 1, 2, ... of the program: nothing acknowledged is lost or leaked."""
-
-    async def main() -> None:
-        for n in range(1, MAX_STEPS):
-            with trio.fail_after(20):
-                try:
-                    if not await _try(scenario, kind, n):
-                        return
-                except BaseException as error:
-                    error.add_note(f"the fault was at step {n}")
-                    raise
-        raise AssertionError(f"more than {MAX_STEPS} steps")
-
-    trio.run(main)
+    trio.run(try_each_step, scenario, kind)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)

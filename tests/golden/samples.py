@@ -35,6 +35,7 @@ from tectonic_client.records import (
     StoreState,
     SubdirectoriesRecord,
     SymlinkRecord,
+    TailRecord,
     VolumeRecord,
     XattrRecord,
 )
@@ -78,6 +79,7 @@ RECORDS: dict[str, Record] = {
     "xattr": XattrRecord(b"value\x00\xff"),
     "quota": QuotaRecord(0x1234567890, 5 * 2**40, 0),
     "quota-usage": QuotaUsageRecord(-3 * 2**30, 1001),
+    "tail": TailRecord(5 * 2**40, 2**63 - 1),
     "change-head": ChangeHeadRecord(2**40 + 3, 2**40),
     "change": ChangeRecord(
         _TIME_NS,
