@@ -117,7 +117,7 @@ async def _serve_volume(
 
     volume_options = VolumeOptions(
         memory_limit_bytes=options.memory_limit_bytes, read_only=options.read_only, client="mount",
-        read_cache_bytes=options.read_cache_bytes,
+        read_cache_bytes=options.read_cache_bytes, access_times=options.access_times,
         metadata_deadline_s=options.metadata_timeout_s, store_deadline_s=options.store_timeout_s,
     )  # fmt: skip
     # Signals stay caught until the volume is flushed: a second one must not cut that short.

@@ -37,10 +37,11 @@ class MountOptions:
 
     `uid`, `gid` and `umask` change how all files appear (as in mount.vfat), not what is stored.
     `metrics` is the address of the Prometheus endpoint. `kernel` are the options that the kernel
-    carries out by itself.
+    carries out by itself. Without `access_times` reading changes none.
     """
 
     read_only: bool = False
+    access_times: bool = True
     allow_other: bool = False
     nonempty: bool = False
     memory_limit_bytes: int = DEFAULT_MEMORY_LIMIT_BYTES
@@ -197,6 +198,11 @@ _TABLE: Final = (
         " others.", "OCTAL", _mask,
     ),
     _Option(
+        "relatime", "access_times", "Reading changes the access time where it is older than the"
+        " last change, or than a day (default).",
+    ),
+    _Option("noatime", "access_times", "Reading changes no access times.", value=False),
+    _Option(
         "metrics", "metrics", "Serve metrics for Prometheus here (ADDRESS by default 127.0.0.1).",
         "[ADDRESS:]PORT", _address,
     ),
@@ -266,6 +272,11 @@ def parse_options(lists: Iterable[str], *, sloppy: bool = False) -> MountOptions
         elif text.partition("=")[0] in _BY_NAME:
             field, value = _parse(text)
             found[field] = value
+        elif text == "strictatime":
+            raise BadOption(
+                "mount option strictatime cannot be had: access times are kept as by relatime"
+                " (the default), or not at all with noatime"
+            )
         elif text == "remount":
             raise BadOption(
                 "options of a mount cannot be changed while it is mounted:"

@@ -145,6 +145,8 @@ def _kernel_options(volume_name: str, options: MountOptions) -> set[str]:
     found = {"default_permissions", "subtype=tectonicfs", f"fsname={source}", *options.kernel}
     if options.read_only:
         found.add("ro")
+    if not options.access_times:
+        found.add("noatime")
     if options.allow_other:
         found.add("allow_other")
     return found

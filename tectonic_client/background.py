@@ -22,6 +22,7 @@ from tectonic_client.filesystem.compaction import Compactor
 from tectonic_client.filesystem.core import FileSystem
 from tectonic_client.kv.executor import AsyncKV
 from tectonic_client.limits import (
+    ACCESS_TIMES_INTERVAL_S,
     CLEANUP_AT_START_S,
     CLEANUP_INTERVAL_S,
     COMPACT_QUIET_S,
@@ -113,6 +114,8 @@ class BackgroundTasks:
             nursery.start_soon(self._compact)
             nursery.start_soon(self._clean_up)
             nursery.start_soon(self._keep_removed_files)
+        if self._filesystem.access_times.keeps:
+            nursery.start_soon(self._write_access_times)
 
     async def _beat(self) -> None:
         while True:
@@ -188,6 +191,12 @@ class BackgroundTasks:
         while True:
             await trio.sleep(OPEN_FILES_LOOK_S)
             await self._attempt(self._filesystem.keep_removed_files)
+
+    async def _write_access_times(self) -> None:
+        while True:
+            # Jitter: of many clients that begin to read a file most then find the time written.
+            await trio.sleep(ACCESS_TIMES_INTERVAL_S * random.uniform(1, 2))
+            await self._attempt(self._filesystem.access_times.write)
 
     async def _compact(self) -> None:
         """Compact files that were written in small pieces and have been left alone since."""

@@ -361,6 +361,18 @@ OPEN_FILES_LOOK_S: Final = 10.0
 OPEN_FILES_PAGE: Final = 256
 """Open files looked at in one read."""
 
+RELATIME_NS: Final = 24 * 3600 * 10**9
+"""An access time that is older than this is renewed by a read, as Linux does it (relatime)."""
+
+ACCESS_TIMES_INTERVAL_S: Final = 5.0
+"""How often access times are written, at least; twice that at most. A crash loses them."""
+
+ACCESS_TIMES_PAGE: Final = 256
+"""Access times written in one transaction."""
+
+MAX_NOTED_ACCESS_TIMES: Final = 10_000
+"""Access times that wait in memory (about 100 bytes each); reads of more files change none."""
+
 DEAD_BLOCK_GRACE_S: Final = 30.0
 """While other sessions live, chunks of a deleted block stay readable for this long."""
 

@@ -252,6 +252,8 @@ class VolumeOptions:
     `metadata_deadline_s` or `store_deadline_s` fails. Chunks that were read may occupy
     `read_cache_bytes` of the buffers, at most (and by default) CHUNK_CACHE_SHARE of them.
 
+    With `access_times` reading changes them, as `relatime` has it; of mounts programs expect that.
+
     `wrap_kv` and `wrap_store` put something around the engine and each store: measurement, delays,
     faults. They must keep the ports' contracts where they do not mean to break them.
     """
@@ -262,6 +264,7 @@ class VolumeOptions:
     read_cache_bytes: int | None = None
     metadata_deadline_s: float = METADATA_DEADLINE_S
     store_deadline_s: float = STORE_DEADLINE_S
+    access_times: bool = False
     wrap_kv: Callable[[KV], KV] = lambda kv: kv
     wrap_store: Callable[[ChunkStore], ChunkStore] = lambda store: store
 
@@ -414,8 +417,9 @@ def _assemble(
     )  # fmt: skip
     follower = Follower(kv, session_id)
     filesystem = FileSystem(
-        services, ids, follower, read_only=options.read_only, on_orphan=signals.orphaned
-    )
+        services, ids, follower, read_only=options.read_only,
+        keeps_access_times=options.access_times, on_orphan=signals.orphaned,
+    )  # fmt: skip
     cleaner = Cleaner(kv, stores, session_id, filesystem.files.is_open)
     compactor = Compactor(services, filesystem.files)
     tasks = BackgroundTasks(kv, session_id, filesystem, cleaner, cache, pool, signals, compactor)

@@ -28,6 +28,7 @@ from tectonic_client.errors import (
     UnknownOutcome,
 )
 from tectonic_client.filesystem import namespace, policies
+from tectonic_client.filesystem.accesstimes import AccessTimes
 from tectonic_client.filesystem.cloning import Cloner, CloneReport
 from tectonic_client.filesystem.files import Files
 from tectonic_client.filesystem.follower import Follower
@@ -88,6 +89,7 @@ class FileSystem:
         follower: Follower,
         *,
         read_only: bool,
+        keeps_access_times: bool,
         on_orphan: OnOrphan,
     ) -> None:
         self._kv = services.kv
@@ -108,6 +110,11 @@ class FileSystem:
         self._on_orphan = on_orphan
         self._orphans: set[int] = set()
         self.quotas = QuotaGate(services.kv, self._files.unflushed)
+        self.access_times = AccessTimes(
+            services.kv, services.session_id,
+            lambda inode, atime_ns: self._files.note(inode, atime_ns=atime_ns),
+            keeps=keeps_access_times and not read_only,
+        )  # fmt: skip
 
     @property
     def files(self) -> Files:
@@ -164,6 +171,7 @@ class FileSystem:
         return await self._kv.transact(run, brief=True)
 
     def _overlay(self, attributes: Attributes) -> Attributes:
+        attributes = self.access_times.overlay(attributes)
         state = self._files.state_of(attributes.inode)
         return attributes if state is None else state.overlay(attributes)
 
@@ -219,7 +227,9 @@ class FileSystem:
 
     async def readlink(self, inode: int) -> bytes:
         """Target of a symbolic link."""
-        return await self._kv.read(lambda tx: read_symlink(tx, inode))
+        target = await self._kv.read(lambda tx: read_symlink(tx, inode))
+        self.access_times.note(inode, None, time.time_ns())
+        return target
 
     async def link(self, inode: int, parent: int, name: bytes) -> Attributes:
         """One more name of a file."""
@@ -326,7 +336,12 @@ class FileSystem:
         attributes = await self._change(
             lambda tx, actor: namespace.change_attributes(tx, inode, changes, actor), held=[inode]
         )
-        self._files.note(inode, mode=attributes.mode)
+        if changes.atime_ns is not None:
+            self.access_times.forget(inode)
+        self._files.note(
+            inode, mode=attributes.mode, atime_ns=attributes.atime_ns,
+            mtime_ns=attributes.mtime_ns, ctime_ns=attributes.ctime_ns,
+        )  # fmt: skip
         return self._overlay(attributes)
 
     async def clear_privileges(self, handle: int) -> int | None:
@@ -417,10 +432,13 @@ class FileSystem:
         """
         opened = self._handles.file(handle)
         try:
-            return await self._files.reader.read(opened, offset, size)
+            data = await self._files.reader.read(opened, offset, size)
         except CorruptionError as error:
             path = await self._path_of(opened.state.inode)
             raise type(error)(f"{path}: {error}") from error
+        if data and not opened.flags & os.O_NOATIME:
+            self.access_times.note(opened.state.inode, opened.state.record, time.time_ns())
+        return data
 
     async def _path_of(self, inode: int) -> str:
         try:
@@ -482,6 +500,7 @@ class FileSystem:
         """
         inode = self._handles.directory(handle).inode
         page = await self._kv.read(lambda tx: namespace.list_directory(tx, inode, cookie, limit))
+        self.access_times.note(inode, None, time.time_ns())
         return [entry._replace(attributes=self._overlay(entry.attributes)) for entry in page]
 
     async def releasedir(self, handle: int) -> None:
@@ -513,6 +532,10 @@ class FileSystem:
             await self._files.writer.sync_metadata()
         if first is not None:
             raise first
+        try:
+            await self.access_times.write()
+        except TectonicError as error:  # nobody was promised them
+            _log.warning("access times could not be written: %s", error)
 
     def unflushed(self) -> list[int]:
         """Inodes with written bytes that no flush has published."""

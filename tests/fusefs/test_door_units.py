@@ -111,6 +111,15 @@ def test_options_for_mount8_are_passed_over_and_those_of_the_kernel_kept() -> No
     assert parse_options(["what=ever,ro"], sloppy=True) == MountOptions(read_only=True)
 
 
+def test_access_times_are_kept_unless_told_otherwise() -> None:
+    """relatime is the default; the later of relatime and noatime wins; strictatime is refused."""
+    assert parse_options([]).access_times
+    assert not parse_options(["relatime,noatime"]).access_times
+    assert parse_options(["noatime,relatime"]).access_times
+    with pytest.raises(errors.BadOption, match="relatime"):
+        parse_options(["strictatime"])
+
+
 def test_metrics_are_served_locally_unless_told_otherwise() -> None:
     """The address may be left out, a name, or an IPv6 address in brackets."""
     texts = ["9100", ":9100", "0.0.0.0:1", "[::1]:65535", "host:9100"]

@@ -253,6 +253,22 @@ def test_times_keep_their_nanoseconds_and_now_is_now(here: Path) -> None:
     assert path.stat().st_mtime_ns >= written - 10_000_000
 
 
+def test_reading_changes_the_access_time_once(here: Path) -> None:
+    """As relatime: a read after a change shows in stat, by read and mmap; later ones do not."""
+    for name in ("read", "mapped"):
+        path = here / name
+        path.write_bytes(b"x")
+        written = path.stat()
+        assert written.st_atime_ns <= written.st_mtime_ns
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as view:
+            assert (view[:] if name == "mapped" else file.read()) == b"x"
+            accessed = path.stat()
+            assert accessed.st_atime_ns > written.st_mtime_ns
+            assert accessed.st_ctime_ns == written.st_ctime_ns
+        assert path.read_bytes() == b"x"
+        assert path.stat().st_atime_ns == accessed.st_atime_ns
+
+
 def test_a_set_mtime_survives_closing(here: Path) -> None:
     """cp -p and tar set the time before they close: flushing the data must not move it."""
     with (here / "f").open("wb") as file:
