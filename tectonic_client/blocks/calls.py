@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
 from threading import Lock
 from types import TracebackType
@@ -74,6 +74,11 @@ class _Wait:
     def _refuse_lost(self) -> None:
         if self.lost:
             raise StoreUnavailable(f"store {self._name} answered too late")
+
+    def waited_s(self) -> float:
+        """For how long the operation at hand has been waited for."""
+        with self._lock:
+            return 0.0 if self._since is None else time.monotonic() - self._since
 
     def left_s(self, deadline_s: float) -> float:
         """Seconds that the operation at hand has left; at 0 the call is lost from now on."""
@@ -172,7 +177,7 @@ class _Call(Generic[T]):
             buffer.lend()
         store = _AwaitedStore(self._lane.store, self.wait)
         trio.lowlevel.start_thread_soon(partial(work, store), self._deliver)
-        with Waiting(STORE, store=self._lane.store.name):
+        with Waiting(STORE, store=self._lane.store.name), self._lane.noted(self):
             await self._wait()
         if self._outcome is None:
             raise self._lane.lose(self)
@@ -214,6 +219,7 @@ class Lane:
         self.queue_waits = Meter()
         """Of callers that had to wait for a slot."""
         self._queue: set[trio.CancelScope] = set()
+        self._under_way: set[_Call[Any]] = set()
         self._lost: set[_Call[Any]] = set()
         self._silent_since: float | None = None
         self._probe_at = 0.0
@@ -232,6 +238,20 @@ class Lane:
     def queued(self) -> int:
         """Callers that wait in line for a slot."""
         return len(self._queue)
+
+    @property
+    def waited_s(self) -> float:
+        """For how long the store has owed an answer, to the call that waits longest."""
+        return max((call.wait.waited_s() for call in self._under_way), default=0.0)
+
+    @contextmanager
+    def noted(self, call: _Call[Any]) -> Iterator[None]:
+        """Meanwhile the call is under way."""
+        self._under_way.add(call)
+        try:
+            yield
+        finally:
+            self._under_way.discard(call)
 
     @asynccontextmanager
     async def slot(self) -> AsyncIterator[Slot]:

@@ -85,6 +85,15 @@ class StoreSet:
             for store_id, store in self._stores.items()
         }
 
+    def unanswered(self, longer_than_s: float) -> str:
+        """Which store has owed an answer to a put or delete for longest, if for this long; else
+        empty."""
+        lanes = [(lane.waited_s, lane.store.name) for lane in self._writers.values()]
+        waited_s, name = max(lanes, default=(0.0, ""))
+        if waited_s < longer_than_s:
+            return ""
+        return f"store {name} has not answered for {waited_s:.1f} s"
+
     def get(self, store_id: int) -> ChunkStore:
         """The store. Raises StoreUnavailable where the volume has none of this id open."""
         store = self._stores.get(store_id)

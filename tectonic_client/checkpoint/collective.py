@@ -111,6 +111,8 @@ class _Interval:
 class Save:
     """The save of one step by one rank. `clock` gives seconds; `timeout_s` begins now.
 
+    `hindrance` says what holds the upload up, as far as is known.
+
     `attempt_id` is a fresh inode id (used by rank 0 only). `attempt` is what the rank has joined,
     `arrived` whether its file may be in there: until then its chunks are its own to delete.
     """
@@ -118,6 +120,7 @@ class Save:
     def __init__(
         self, namespace: Namespace, me: Identity, memory: Memory, step: int, *, attempt_id: int,
         arrival: Callable[[], Arrival | None], clock: Callable[[], float], timeout_s: float,
+        hindrance: Callable[[], str] = lambda: "",
     ) -> None:  # fmt: skip
         self._namespace = namespace
         self._me = me
@@ -125,6 +128,7 @@ class Save:
         self._step = step
         self._attempt_id = attempt_id
         self._arrival = arrival
+        self._hindrance = hindrance
         self._clock = clock
         self._timeout_s = timeout_s
         self._deadline = clock() + timeout_s
@@ -148,7 +152,7 @@ class Save:
                 verdict = yield from self._await_verdict(attempt)
             error = verdict.error()
             if error is not None:
-                raise error
+                raise self._explained(error)
         except TectonicError:
             if self.attempt is None:
                 self._refused = True
@@ -282,7 +286,16 @@ class Save:
         return verdict
 
     def _overdue(self, attempt: Attempt) -> Verdict:
-        return not_arrived(attempt, (self._me.rank,), self._timeout_s)
+        return not_arrived(attempt, (self._me.rank,), self._timeout_s, self._hindrance())
+
+    def _explained(self, error: TectonicError) -> TectonicError:
+        """Where another rank was the first to say that this one is late: what holds it up."""
+        if self.arrived or not isinstance(error, RanksMissing) or self._me.rank not in error.ranks:
+            return error
+        why = self._hindrance()
+        if not why or "has not answered" in str(error):
+            return error
+        return RanksMissing(f"{error}: {why}", error.ranks)
 
     # --- waiting for the verdict --------------------------------------------------------------
 

@@ -159,9 +159,12 @@ def _named(ranks: Collection[int]) -> str:
 # --- deciding ---------------------------------------------------------------------------------
 
 
-def not_arrived(attempt: Attempt, missing: Collection[int], timeout_s: float) -> Verdict:
-    """The verdict when time is up."""
+def not_arrived(
+    attempt: Attempt, missing: Collection[int], timeout_s: float, because: str = ""
+) -> Verdict:
+    """The verdict when time is up; `because` as far as it is known."""
     message = f"step {attempt.step}: {_named(missing)} did not arrive within {timeout_s:g} s"
+    message += f": {because}" if because else ""
     return Verdict(Outcome.RANKS_MISSING, message, tuple(sorted(missing)))
 
 

@@ -16,6 +16,7 @@ from tectonic_client.checkpoint.port import NewFile, SessionView
 from tectonic_client.checkpoint.transfer import WrittenFile
 from tectonic_client.kv.port import ReadTransaction, Transaction
 from tectonic_client.metadata import files, hidden, quotas
+from tectonic_client.metadata.changes import Positions
 from tectonic_client.metadata.inodes import read_directory, write_inode
 from tectonic_client.metadata.names import read_entry, write_entry
 from tectonic_client.metadata.sessions import read_sessions, require_session, shows_life
@@ -41,6 +42,7 @@ class RunDirectory:
     def __init__(self, inode: int, session_id: int) -> None:
         self.inode = inode
         self._session_id = session_id
+        self._positions: Positions = {}
 
     def step_directory(self, tx: ReadTransaction, step: int) -> int | None:
         """Inode behind the step's name; None if the name is free."""
@@ -77,7 +79,13 @@ class RunDirectory:
         now = time.time_ns()
         record = replace(hidden.require(tx, inode), mtime_ns=now, ctime_ns=now)
         name = step_name(step).encode()
-        hidden.publish(tx, inode, record, self.inode, name, self._session_id, now)
+        self._positions = hidden.publish(tx, inode, record, self.inode, name, self._session_id, now)
+
+    def take_positions(self) -> Positions:
+        """Where the event of the last step that was published here is, for who waits until it was
+        seen (coherence=push)."""
+        positions, self._positions = self._positions, {}
+        return positions
 
     def discard(self, tx: Transaction, inode: int) -> None:
         """Leave a hidden directory and all in it to be reclaimed by anybody."""

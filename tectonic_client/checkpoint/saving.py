@@ -28,7 +28,7 @@ from tectonic_client.checkpoint.transfer import discard_file, write_bytes, write
 from tectonic_client.checkpoint.tree import encode_tree
 from tectonic_client.concurrency import unwrapped_groups
 from tectonic_client.errors import TectonicError, TransientError, UnknownOutcome
-from tectonic_client.limits import CHECKPOINT_GIVE_UP_S, CHECKPOINT_POLL_MAX_S
+from tectonic_client.limits import CHECKPOINT_GIVE_UP_S, CHECKPOINT_POLL_MAX_S, SLOW_STEP_S
 from tectonic_client.metadata.blocks import read_blocks
 from tectonic_client.volume import Volume
 
@@ -95,7 +95,7 @@ async def save_state(
     save = Save(
         directory, me, memory, step, attempt_id=await _attempt_id(volume, me, timeout_s),
         arrival=lambda: None if upload is None else upload.arrival(), clock=trio.current_time,
-        timeout_s=timeout_s,
+        timeout_s=timeout_s, hindrance=partial(volume.stores.unanswered, SLOW_STEP_S / 2),
     )  # fmt: skip
     driver = _Driver(volume, metadata)
     try:
@@ -113,6 +113,7 @@ async def save_state(
     finally:
         with trio.move_on_after(CHECKPOINT_GIVE_UP_S, shield=True):
             await driver.remove_unused(upload)
+    await volume.audience.has_seen(directory.take_positions())
     assert upload.file is not None
     total_s = time.perf_counter() - begun
     return SaveReport(
