@@ -106,10 +106,18 @@ class Claim:
 
 
 def claim(directory: str, volume: str, log_file: str | None) -> Claim:
-    """Become the daemon of `directory`. Raises MountError when another one lives."""
+    """Become the daemon of `directory`. Raises MountError when another one lives, or where its file
+    cannot be one of ours: a link would lead to what is somebody's."""
     path = os.path.join(_own_directory(), _file_name(directory))
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        try:
+            descriptor = os.open(path, flags, 0o600)
+        except OSError as error:
+            raise MountError(
+                f"cannot keep the state of the mount in {path}: {error.strerror}; look what is"
+                " there, and remove it"
+            ) from error
         if not _lock_soon(descriptor):
             other = _read(descriptor)
             os.close(descriptor)

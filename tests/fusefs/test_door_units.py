@@ -271,6 +271,42 @@ def test_waiting_for_a_daemon_tells_how_it_ended(
         assert daemon is None
 
 
+@pytest.mark.parametrize("obstacle", ["directory", "link"])
+def test_a_state_file_that_is_none_is_refused(
+    state_directory: Path, tmp_path: Path, obstacle: str
+) -> None:
+    """One line names it; what a link points to is left as it is."""
+    precious = tmp_path / "precious"
+    precious.write_text("precious")
+    place = Path(registry._own_directory()) / registry._file_name("/mnt/x")
+    if obstacle == "link":
+        place.symlink_to(precious)
+    else:
+        place.mkdir()
+    with pytest.raises(errors.MountError, match="cannot keep the state of the mount"):
+        registry.claim("/mnt/x", "v.db", None)
+    assert precious.read_text() == "precious"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"", b"\0\xff", b"[]", b"{}", b"null", b"[" * 60_000, b"9" * 60_000,
+        b'{"pid": 1, "directory": "/", "colour": 1}',
+    ],
+)  # fmt: skip
+def test_a_state_file_that_cannot_be_read_is_one_error(state_directory: Path, data: bytes) -> None:
+    """Whoever asks for the daemon that holds it is told so, whatever it says."""
+    claim = registry.claim("/mnt/x", "v.db", None)
+    (Path(registry._own_directory()) / registry._file_name("/mnt/x")).write_bytes(data)
+    with (
+        pytest.raises(errors.MountError, match="starting or ending"),
+        registry.living_daemon("/mnt/x", os.getuid()),
+    ):
+        raise AssertionError("it was found")
+    claim.finish(registry.CLEAN)
+
+
 def test_a_claim_takes_over_the_file_of_a_killed_daemon(state_directory: Path) -> None:
     """What a killed daemon left behind does not keep anybody from mounting again."""
     ours, theirs = multiprocessing.Pipe()
