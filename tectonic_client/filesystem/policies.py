@@ -8,6 +8,7 @@ and `security.` are kept as they are given. Functions over a transaction.
 
 from __future__ import annotations
 
+import stat
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Final, NamedTuple
@@ -76,8 +77,12 @@ def get(tx: ReadTransaction, inode: int, name: bytes) -> bytes:
 def names(tx: ReadTransaction, inode: int) -> list[bytes]:
     """As listxattr(2)."""
     record = read_inode(tx, inode)
-    found = [name for name, policy in _POLICIES.items() if policy.read(record) is not None]
-    return found + xattrs.list_xattrs(tx, inode, record)
+    found = xattrs.list_xattrs(tx, inode, record)
+    if stat.S_ISREG(record.mode) or stat.S_ISDIR(record.mode):
+        # Others inherit policies too, but Linux lets nobody read a `user.` attribute of theirs:
+        # a name that is listed and not there makes programs that copy attributes complain.
+        found[:0] = [name for name, policy in _POLICIES.items() if policy.read(record) is not None]
+    return found
 
 
 def put(tx: Transaction, inode: int, name: bytes, value: bytes, actor: Actor) -> InodeRecord:

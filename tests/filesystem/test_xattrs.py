@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -75,6 +76,24 @@ def test_they_are_kept(any_engine: NewVolume) -> None:
             await fs.getxattr(copy, b"user.a")
 
     _on(any_engine(), work)
+
+
+def test_a_policy_is_listed_where_it_can_be_read() -> None:
+    """A symbolic link and a fifo inherit it, and do not list it: getxattr(2) could not read it."""
+
+    async def work(volume: Volume) -> None:
+        fs = volume.filesystem
+        top = (await fs.mkdir(ROOT_INODE, b"top", 0o755, OWNER)).inode
+        await fs.setxattr(top, COHERENCE, b"push")
+        link = (await fs.symlink(top, b"link", b"target", OWNER)).inode
+        fifo = (await fs.mknod(top, b"fifo", stat.S_IFIFO | 0o644, OWNER)).inode
+        for inode in (link, fifo):
+            assert await fs.listxattr(inode) == []
+            await fs.setxattr(inode, b"trusted.a", b"1")
+            assert await fs.listxattr(inode) == [b"trusted.a"]
+            assert await fs.getxattr(inode, COHERENCE) == b"push"
+
+    _on(new_volume(), work)
 
 
 def test_limits_and_names() -> None:
