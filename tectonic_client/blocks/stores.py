@@ -117,12 +117,14 @@ class StoreSet:
             return await slot.call(work)
 
     async def usage(self) -> StoreUsage:
-        """Space of all stores together. Raises StoreUnavailable."""
+        """Space of all stores together; that of a device counts once. Raises StoreUnavailable."""
         found = []
         for store_id in self.ids():
             async with self.reading(store_id) as slot:
                 found.append(await slot.call(lambda store: store.usage()))
-        return StoreUsage(sum(u.total_bytes for u in found), sum(u.free_bytes for u in found))
+        shared = {usage.device: usage for usage in found if usage.device is not None}
+        counted = [*shared.values(), *(usage for usage in found if usage.device is None)]
+        return StoreUsage(sum(u.total_bytes for u in counted), sum(u.free_bytes for u in counted))
 
     async def close(self) -> None:
         """Close all stores, but for those that threads still wait for."""

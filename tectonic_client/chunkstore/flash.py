@@ -199,7 +199,8 @@ class FlashStore:
     def usage(self) -> StoreUsage:
         with _mapped(self.name, "usage"):
             found = os.fstatvfs(self._chunks)
-        return StoreUsage(found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize)
+            device = os.fstat(self._chunks).st_dev
+        return StoreUsage(found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize, device)
 
     def close(self) -> None:
         descriptor, self._chunks = self._chunks, -1

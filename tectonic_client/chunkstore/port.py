@@ -35,10 +35,14 @@ class ChunkInfo(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StoreUsage:
-    """Space of a store in bytes. A store without a limit reports what its provider reports."""
+    """Space of a store in bytes. A store without a limit reports what its provider reports.
+
+    `device` says which device the space is on, where that can be told: stores on one share it.
+    """
 
     total_bytes: int
     free_bytes: int
+    device: int | None = None
 
 
 class ChunkStore(Protocol):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
+from functools import partial
 
 import pytest
 import trio
@@ -105,6 +107,22 @@ def test_usage_is_that_of_all_stores() -> None:
         assert rig.stores.ids() == [0, 1]
 
     run(test, Rig(stores=2))
+
+
+@pytest.mark.parametrize(
+    ("devices", "counted"), [((1, 1, 2), 2), ((None, None, 2), 3), ((1, None, 1), 2)]
+)
+def test_a_device_counts_once(
+    devices: Sequence[int | None], counted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stores on one device have its space together; where nobody knows, each has its own."""
+
+    async def test(rig: Rig) -> None:
+        for store, device in zip(rig.watched, devices, strict=True):
+            monkeypatch.setattr(store, "usage", partial(StoreUsage, 100, 30, device))
+        assert await rig.stores.usage() == StoreUsage(100 * counted, 30 * counted)
+
+    run(test, Rig(stores=3))
 
 
 def test_a_closed_set_has_no_stores() -> None:
