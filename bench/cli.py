@@ -47,7 +47,7 @@ _FS_CASE_HELP = "\n".join(f"  {name:<8} {text}" for name, text in FS_CASES.items
 @click.group()
 @click.pass_context
 def bench(context: click.Context) -> None:
-    """Measure, beside the raw device and other tools in the same run."""
+    """Measure, beside the raw device and other tools of the same run."""
     context.with_resource(_terminated_like_interrupted())
 
 
@@ -65,10 +65,23 @@ def _terminated_like_interrupted() -> Iterator[None]:
         signal.signal(signal.SIGTERM, previous)
 
 
+_repeat = click.option(
+    "--repeat", default=3, show_default=True, type=click.IntRange(min=1),
+    help="How often each case is measured; medians are shown.",
+)  # fmt: skip
+_json = click.option(
+    "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
+    help="Write the result here, as one JSON object.",
+)  # fmt: skip
+
+
 @bench.command(
-    epilog=f"\b\nCases:\n{_CASE_HELP}\n  {_MEMORY:<12} peak memory of a rank and of the mount"
+    short_help="Save and load a checkpoint from several ranks.",
+    epilog=f"\b\nCases:\n{_CASE_HELP}\n  {_MEMORY:<12} peak memory of a rank and of the mount",
 )
-@click.option("--ranks", default=4, show_default=True, type=click.IntRange(1, 64))
+@click.option(
+    "--ranks", default=4, show_default=True, type=click.IntRange(1, 64), help="Processes that save."
+)
 @click.option(
     "--bytes", "total_bytes", type=Size(), default=GiB, help="Size of the checkpoint, all ranks."
     "  [default: 1GiB]",
@@ -77,8 +90,8 @@ def _terminated_like_interrupted() -> Iterator[None]:
     "--dir", "directory", default=".", show_default=True, help="A directory on the device.",
     type=click.Path(exists=True, file_okay=False, writable=True, path_type=Path),
 )  # fmt: skip
-@click.option("--repeat", default=3, show_default=True, type=click.IntRange(min=1))
-@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path))
+@_repeat
+@_json
 @click.option("--bar", is_flag=True, help="Exit code 1 when a promised figure is missed.")
 @click.option(
     "--only", multiple=True, type=click.Choice([*CASES, _MEMORY]), metavar="CASE",
@@ -115,7 +128,7 @@ def checkpoint(
         sys.exit(1)
 
 
-@bench.command(epilog=f"\b\nCases:\n{_FS_CASE_HELP}")
+@bench.command(short_help="Use a mount in many ways.", epilog=f"\b\nCases:\n{_FS_CASE_HELP}")
 @click.argument(
     "directory", type=click.Path(exists=True, file_okay=False, writable=True, path_type=Path)
 )
@@ -132,9 +145,9 @@ def checkpoint(
     "--install-peers", is_flag=True,
     help="Install them first: from PyPI below DIRECTORY, s3fs by apt-get.",
 )  # fmt: skip
-@click.option("--repeat", default=3, show_default=True, type=click.IntRange(min=1))
+@_repeat
 @click.option("--quick", is_flag=True, help="Little data: does it run, not how fast.")
-@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path))
+@_json
 @click.option("--bar", is_flag=True, help="Exit code 1 when a promised figure is missed.")
 @click.option(
     "--only", multiple=True, type=click.Choice(list(FS_CASES)), metavar="CASE",

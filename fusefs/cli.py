@@ -8,7 +8,7 @@ import click
 
 from fusefs.options import options_help, parse_options
 from fusefs.unmounting import unmount
-from tectonic_client.cli.parameters import format_size, print_json
+from tectonic_client.cli.parameters import counted, format_size, print_json
 from tectonic_client.limits import UMOUNT_WAIT_S
 
 
@@ -52,10 +52,12 @@ def umount(directory: str, *, lazy: bool, force: bool, timeout: float) -> None:
     click.echo(unmount(directory, lazy=lazy, force=force, timeout_s=timeout, on_second=show_wait))
 
 
-@click.command()
+@click.command(short_help="Copy a file or tree of a volume in metadata only.")
 @click.argument("source", metavar="SRC")
 @click.argument("target", metavar="DST")
-@click.option("--volume", "meta_url", help="Metadata URL; SRC and DST are paths in that volume.")
+@click.option(
+    "--volume", "meta_url", metavar="META_URL", help="SRC and DST are paths in this volume."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def clone(source: str, target: str, *, meta_url: str | None, as_json: bool) -> None:
     """Copy a file or tree of a volume in metadata only, as DST, which must not exist.
@@ -75,15 +77,16 @@ def clone(source: str, target: str, *, meta_url: str | None, as_json: bool) -> N
         print_json(asdict(report))
         return
     click.echo(
-        f"cloned {report.files} files ({format_size(report.bytes)}), {report.directories}"
-        f" directories, {report.others} others"
+        f"cloned {counted(report.files, 'file')} ({format_size(report.bytes)}),"
+        f" {counted(report.directories, 'directory', 'directories')},"
+        f" {counted(report.others, 'other')}"
     )
 
 
 # --- looking into a mount ---------------------------------------------------------------------
 
 
-@click.command()
+@click.command(short_help="Show what a mount does and how long that takes.")
 @click.argument("target", metavar="DIRECTORY|META_URL")
 @click.option("--once", is_flag=True, help="Show the figures since the mount, and end.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per mount, on one line.")
@@ -108,7 +111,7 @@ def stats(target: str, *, once: bool, as_json: bool, interval: float | None) -> 
         watching.show_live(target, interval or 1.0)
 
 
-@click.command("log-level")
+@click.command("log-level", short_help="Change how much the daemon of a mount logs.")
 @click.argument("directory")
 @click.argument("level", metavar="debug|info|warning|error")
 def log_level(directory: str, level: str) -> None:

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from fusefs.places import locate
 from tectonic_client.blocking import BlockingVolume
-from tectonic_client.errors import Exists, MountError, NotPermitted
+from tectonic_client.errors import Exists, MountError, NotFound, NotPermitted
 from tectonic_client.filesystem.cloning import CloneReport
 from tectonic_client.types import Owner
 from tectonic_client.volume import Volume, VolumeOptions
@@ -38,7 +38,10 @@ def _check_permissions(source: str, target: str) -> None:
     if os.path.lexists(target):
         raise Exists(f"{target} exists: a clone gets a new name")
     parent = os.path.dirname(os.path.abspath(target))
-    if os.path.exists(parent) and not os.access(parent, os.W_OK | os.X_OK):
+    for path in (source, parent):
+        if not os.path.lexists(path):
+            raise NotFound(f"{path}: no such file or directory")
+    if not os.access(parent, os.W_OK | os.X_OK):
         raise NotPermitted(f"{parent} may not be written")
     if os.path.exists(source) and not os.access(source, os.R_OK):
         raise NotPermitted(f"{source} may not be read")

@@ -64,15 +64,22 @@ class MountOptions:
 # --- values -----------------------------------------------------------------------------------
 
 
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is not a number of seconds") from None
+
+
 def _seconds(text: str) -> float:
-    value = float(text)
+    value = _number(text)
     if not 0 <= value <= 86_400:
         raise ValueError(f"{text!r} is not between 0 and 86400 seconds")
     return value
 
 
 def _push_seconds(text: str) -> float:
-    value = float(text)
+    value = _number(text)
     if not 0 <= value <= PUSH_TIMEOUT_S:
         raise ValueError(f"{text!r} is not between 0 and {PUSH_TIMEOUT_S:.0f} seconds")
     return value

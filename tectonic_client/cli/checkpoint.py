@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -17,8 +18,14 @@ from tectonic_client.blocking import BlockingVolume
 from tectonic_client.checkpoint.directory import CheckpointDirectory, VerifyReport
 from tectonic_client.checkpoint.index import StepIndex
 from tectonic_client.checkpoint.transfer import UNREADABLE
-from tectonic_client.cli.parameters import format_size, plain_console, print_json
-from tectonic_client.errors import StepNotFound
+from tectonic_client.cli.parameters import (
+    counted,
+    format_size,
+    no_directory,
+    plain_console,
+    print_json,
+)
+from tectonic_client.errors import InvalidArgument, NotFound, StepNotFound
 from tectonic_client.volume import VolumeOptions
 
 T = TypeVar("T")
@@ -41,7 +48,10 @@ def _steps(meta_url: str, path: str, *, read_only: bool) -> Iterator[_Steps]:
     """Open a directory, which must exist: an answer about a mistyped one would be no answer."""
     with BlockingVolume(meta_url, VolumeOptions(read_only=read_only, client="ckpt")) as volume:
         steps = _Steps(volume, path)
-        steps.run(CheckpointDirectory.check)
+        try:
+            steps.run(CheckpointDirectory.check)
+        except NotFound:
+            raise no_directory(path) from None
         yield steps
 
 
@@ -101,11 +111,15 @@ def _print_list(found: list[StepIndex | _Unreadable]) -> None:
             table.add_row(str(item.step), "", "", "DAMAGED", "")
             click.echo(f"tectonicfs: step {item.step}: {item.problem}", err=True)
             continue
-        when = item.committed_at.astimezone().strftime("%Y-%m-%d %H:%M:%S")
         table.add_row(
-            str(item.step), str(item.world_size), format_size(item.total_bytes), when, item.run_id
-        )
+            str(item.step), str(item.world_size), format_size(item.total_bytes), _when(item),
+            item.run_id,
+        )  # fmt: skip
     plain_console().print(table)
+
+
+def _when(index: StepIndex) -> str:
+    return index.committed_at.astimezone().strftime("%Y-%m-%d %H:%M:%S")
 
 
 def _summary(index: StepIndex) -> dict[str, object]:
@@ -136,8 +150,8 @@ def show(meta_url: str, directory: str, *, step: int | None, as_json: bool) -> N
         print_json(_summary(index) | {"ranks": [asdict(rank) for rank in index.ranks]})
         return
     click.echo(
-        f"step {index.step}: {index.world_size} ranks, {format_size(index.total_bytes)},"
-        f" run {index.run_id}, {index.committed_at.isoformat(timespec='seconds')}"
+        f"step {index.step}: {counted(index.world_size, 'rank')}, {format_size(index.total_bytes)},"
+        f" run {index.run_id}, {_when(index)}"
     )
     for name, value in index.metadata.items():
         click.echo(f"{name}: {value}")
@@ -192,7 +206,7 @@ def _print_reports(directory: str, reports: list[VerifyReport]) -> None:
         speed = report.bytes / report.seconds / 1e9
         state = "ok" if report.ok else "DAMAGED"
         click.echo(
-            f"step {report.step}: {state}, {report.files} files,"
+            f"step {report.step}: {state}, {counted(report.files, 'file')},"
             f" {format_size(report.bytes)}, {speed:.2f} GB/s"
         )
         for problem in report.problems:
@@ -212,13 +226,31 @@ def remove(
     doomed = list(dict.fromkeys(steps))
     named = ", ".join(map(str, doomed))
     if not yes:
-        click.confirm(f"Remove step {named} of {directory}?", abort=True, err=True)
+        with _steps(meta_url, directory, read_only=True) as opened:
+            _require_all(opened, doomed)
+        _confirm(f"Remove step {named} of {directory}?")
     with _steps(meta_url, directory, read_only=False) as opened:
-        for step in doomed:
-            opened.run(partial(CheckpointDirectory.require, step=step))
+        _require_all(opened, doomed)
         for step in doomed:
             opened.run(partial(CheckpointDirectory.delete, step=step))
     if as_json:
         print_json({"directory": directory, "removed": doomed})
     else:
         click.echo(f"removed step {named}")
+
+
+def _require_all(opened: _Steps, steps: list[int]) -> None:
+    for step in steps:
+        opened.run(partial(CheckpointDirectory.require, step=step))
+
+
+def _confirm(question: str) -> None:
+    """Raises Abort where the answer is no, InvalidArgument where nobody answers."""
+    try:
+        agreed = click.confirm(question, err=True)
+    except click.Abort:
+        if sys.stdin.isatty():
+            raise
+        raise InvalidArgument("nobody answered: --yes removes without asking") from None
+    if not agreed:
+        raise click.Abort

@@ -9,6 +9,7 @@ from typing import Any, Final
 import click
 from rich.console import Console
 
+from tectonic_client.errors import NotFound
 from tectonic_client.limits import GiB, KiB, MiB
 from tectonic_client.records import Codec
 
@@ -79,6 +80,19 @@ def plain_console() -> Console:
     if not console.is_terminal:
         console.width = _PIPE_COLUMNS
     return console
+
+
+def counted(number: int, one: str, several: str = "") -> str:
+    """`1 file`, `2 files`."""
+    return f"{number} {one if number == 1 else several or one + 's'}"
+
+
+def no_directory(path: str) -> NotFound:
+    """What to raise where DIR is not there: most often it was written as a mount shows it."""
+    return NotFound(
+        f"there is no directory {path} in the volume; a path begins at the volume's root, not at a"
+        " mount"
+    )
 
 
 def print_json(value: object) -> None:

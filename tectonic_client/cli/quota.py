@@ -11,7 +11,14 @@ from rich.console import Console
 from rich.table import Table
 
 from tectonic_client.blocking import BlockingVolume
-from tectonic_client.cli.parameters import Size, format_size, plain_console, print_json
+from tectonic_client.cli.parameters import (
+    Size,
+    format_size,
+    no_directory,
+    plain_console,
+    print_json,
+)
+from tectonic_client.errors import NotFound
 from tectonic_client.filesystem.paths import path_of
 from tectonic_client.filesystem.quotasetting import (
     QuotaReport,
@@ -55,7 +62,7 @@ def set_command(
         raise click.UsageError("give --bytes, --inodes, or both")
 
     async def work(volume: Volume) -> QuotaReport:
-        inode = await volume.filesystem.resolve(directory)
+        inode = await _resolve(volume, directory)
         with _counting() as seen:
             await QuotaSetting(volume.kv, volume.ids, seen).set(inode, max_bytes, max_inodes)
         return await volume.kv.read(lambda tx: report(tx, inode))
@@ -73,7 +80,7 @@ def remove(meta_url: str, directory: str, *, as_json: bool) -> None:
     """Take the quota of DIR away."""
 
     async def work(volume: Volume) -> None:
-        inode = await volume.filesystem.resolve(directory)
+        inode = await _resolve(volume, directory)
         with _counting() as seen:
             await QuotaSetting(volume.kv, volume.ids, seen).remove(inode)
 
@@ -93,7 +100,7 @@ def show(meta_url: str, directory: str, *, as_json: bool) -> None:
     """Show the quota that DIR counts against, its own or one above."""
 
     async def work(volume: Volume) -> tuple[str, QuotaReport]:
-        inode = await volume.filesystem.resolve(directory)
+        inode = await _resolve(volume, directory)
         return await volume.kv.read(lambda tx: _named(tx, report(tx, inode)))
 
     with BlockingVolume(meta_url, VolumeOptions(read_only=True, client="quota")) as volume:
@@ -114,6 +121,13 @@ def list_command(meta_url: str, *, as_json: bool) -> None:
     with BlockingVolume(meta_url, VolumeOptions(read_only=True, client="quota")) as volume:
         found = volume.run(lambda opened: opened.kv.read(look))
     _print(found, as_json=as_json)
+
+
+async def _resolve(volume: Volume, directory: str) -> int:
+    try:
+        return await volume.filesystem.resolve(directory)
+    except NotFound:
+        raise no_directory(directory) from None
 
 
 def _named(tx: ReadTransaction, found: QuotaReport) -> tuple[str, QuotaReport]:

@@ -193,6 +193,16 @@ def test_removed_steps_and_their_bytes_are_gone(saved: str) -> None:
     assert ckpt("verify", saved, DIRECTORY).out == f"no committed step in {DIRECTORY}\n"
 
 
+def test_without_an_answer_nothing_is_removed(saved: str) -> None:
+    """rm whose question nobody can answer says how to do without; one of a step that is not there
+    does not ask."""
+    said = ckpt("rm", saved, DIRECTORY, 3)
+    assert said.code == 1
+    assert said.err.endswith("tectonicfs: nobody answered: --yes removes without asking\n")
+    assert "no committed step 5" in ckpt("rm", saved, DIRECTORY, 3, 5, answer="y\n").error
+    assert [s["step"] for s in ckpt("ls", saved, DIRECTORY, "--json").json["steps"]] == [3, 12]
+
+
 def test_nothing_is_removed_unless_all_exists(saved: str) -> None:
     """rm of one step that is there and one that is not removes neither."""
     assert "no committed step 5" in ckpt("rm", "--yes", saved, DIRECTORY, 3, 5).error
@@ -205,7 +215,7 @@ def test_nothing_is_removed_unless_all_exists(saved: str) -> None:
 @pytest.mark.parametrize(
     ("directory", "complaint"),
     [
-        ("/typo", "/typo: no such file or directory"),
+        ("/typo", "no directory /typo in the volume; a path begins at the volume's root"),
         ("", "'' is not an absolute path in the volume"),
         ("runs/test", "'runs/test' is not an absolute path in the volume"),
         (index(3), f"{index(3)} is not a directory"),

@@ -31,7 +31,7 @@ def test_a_tree_is_cloned_by_its_mounted_path(tmp_path: Path) -> None:
         with open(target / "inner" / "file", "r+b") as file:
             file.write(b"changed")
         assert (source / "inner" / "file").read_bytes()[:7] != b"changed"
-        assert "cloned 1 files" in tectonicfs("clone", source / "inner", target / "again").stdout
+        assert "cloned 1 file (" in tectonicfs("clone", source / "inner", target / "again").stdout
         tectonicfs("clone", "--volume", url, "/source/link", "/link")
         assert os.readlink(mount.path / "link") == "inner/file"
 
@@ -47,7 +47,12 @@ def test_what_is_refused(tmp_path: Path) -> None:
         source = one.path / "source"
         source.mkdir()
         assert "exists" in refused("clone", source, source)
-        assert "no such file" in refused("clone", one.path / "nothing", one.path / "copy")
+        for missing, target in (
+            (one.path / "nothing", one.path / "copy"),
+            (one.path / "no directory", one.path / "no directory" / "copy"),
+        ):
+            line = refused("clone", source if missing == target.parent else missing, target)
+            assert f"{missing}: no such file or directory" in line
         assert "not in a mounted volume" in refused("clone", source, tmp_path / "copy")
         assert "two volumes" in refused("clone", source, two.path / "copy")
         assert "itself" in refused("clone", source, source / "copy")

@@ -64,7 +64,9 @@ def test_what_is_refused(url: str) -> None:
     result = _run("set", url, "/home/ann")
     assert result.exit_code == 2
     assert "--bytes" in result.stderr
-    assert "/nowhere" in _refused(NotFound, "set", url, "/nowhere", "--inodes", "1")
+    for command in (("set", "--inodes", "1"), ("rm",), ("show",)):
+        said = _refused(NotFound, command[0], url, "/nowhere", *command[1:])
+        assert "no directory /nowhere in the volume" in said
     _said("set", url, "/home", "--inodes", "10")
     assert "within" in _refused(InvalidArgument, "set", url, "/home/ann", "--inodes", "1")
     _said("rm", url, "/home")
