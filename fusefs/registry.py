@@ -174,6 +174,7 @@ class Daemon:
         self._descriptor = descriptor
         self.socket_path = _socket_beside(path)
         self.state = _read(descriptor)
+        self._waiter: threading.Thread | None = None
 
     def terminate(self, user_id: int) -> None:
         """Tell it to end, if it belongs to `user_id`. Raises MountError where it does not.
@@ -199,6 +200,19 @@ class Daemon:
         finally:
             os.close(process)
 
+    def _start_waiter(self) -> threading.Thread:
+        """The thread that takes the lock, which blocks without a timeout of its own.
+
+        One for all waits: a second would still hold the lock when the first wait has ended and the
+        descriptor is closed, and the daemon would seem to live. It goes with this process.
+        """
+        if self._waiter is None:
+            self._waiter = threading.Thread(
+                target=fcntl.flock, args=(self._descriptor, fcntl.LOCK_EX), daemon=True
+            )
+            self._waiter.start()
+        return self._waiter
+
     def wait(self, timeout_s: float, on_second: Callable[[float], None]) -> str | None:
         """Wait until the process is gone; how it ended, None for not by its own will.
 
@@ -206,11 +220,7 @@ class Daemon:
         ended: that word counts after DAEMON_EXIT_S. Calls `on_second` with the seconds waited so
         far. Raises MountError at the timeout.
         """
-        # Taking the lock blocks without a timeout of its own; the thread goes with the process.
-        waiter = threading.Thread(
-            target=fcntl.flock, args=(self._descriptor, fcntl.LOCK_EX), daemon=True
-        )
-        waiter.start()
+        waiter = self._start_waiter()
         waited_s, ended_s = 0.0, 0.0
         while waited_s < timeout_s:
             step_s = min(1.0, timeout_s - waited_s)
