@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tectonic_client.limits import COHERENCE_DEADLINE_S
-from tests.fusefs.mounts import MountedVolume, tectonicfs
+from tests.fusefs.mounts import MountedVolume, mounted, tectonicfs
 from tests.fusefs.pairs import PLAIN, POLICY, PUSH, Pair, mounted_pair
 
 pytestmark = pytest.mark.fuse
@@ -294,3 +294,29 @@ def test_new_names_are_found_at_once(plain: tuple[Path, Path]) -> None:
         (here / f"{number}").touch()
         assert (there / f"{number}").exists()
         assert len(os.listdir(there)) == number + 1
+
+
+@pytest.mark.usefixtures("fuse")
+def test_a_read_only_mount_sees_changes_at_once(volume: str, tmp_path: Path) -> None:
+    """It has no session that a writer could wait for, so its kernel trusts nothing below push
+    directories, whatever its time-outs say."""
+    patient = "ro,entry_timeout=60,attr_timeout=60,negative_timeout=60"
+    with mounted(volume, tmp_path / "here") as one:
+        os.setxattr(one.path, POLICY, b"push")
+        (one.path / "d").mkdir()
+        with mounted(volume, tmp_path / "there", patient) as two:
+            here, there = one.path / "d", two.path / "d"
+            for number in range(5):
+                text = b"v%d" % number * (number + 1)
+                (here / "f").write_bytes(text)
+                assert (there / "f").stat().st_size == len(text)
+                assert (there / "f").read_bytes() == text
+                assert not (there / "new").exists()
+                (here / "new").touch()
+                assert (there / "new").exists()
+                (here / "new").rename(here / "moved")
+                assert sorted(os.listdir(there)) == ["f", "moved"]
+                (here / "moved").unlink()
+                assert not (there / "moved").exists()
+            tectonicfs("umount", two.path)
+        tectonicfs("umount", one.path)
