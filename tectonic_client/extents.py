@@ -134,6 +134,11 @@ class ExtentMap:
     def __len__(self) -> int:
         return len(self._extents)
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ExtentMap) and self._extents == other._extents
+
+    __hash__ = None  # type: ignore[assignment]  # it changes
+
     def _first_touching(self, start: int) -> int:
         """Index of the first extent that ends behind `start`."""
         index = bisect_right(self._extents, start, key=lambda extent: extent.file_offset)

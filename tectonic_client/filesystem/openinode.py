@@ -54,12 +54,10 @@ class OpenInode:
         self.failures = 0
         """How often that happened; each handle tells of it (see `FileHandle.raise_failure`)."""
 
-    def refresh(self, record: InodeRecord, extents: list[Extent]) -> None:
+    def refresh(self, record: InodeRecord, extents: ExtentMap) -> None:
         """Take over what the metadata says; unflushed bytes lie over it."""
-        before, self.extents = self.extents, ExtentMap()
-        for extent in extents:
-            self.extents.insert(extent)
-        self.version += list(before) != list(self.extents)
+        self.version += self.extents != extents
+        self.extents = extents
         self.record = record
         self.size = max([record.size, *(extent.end for extent in list(self.pending)[-1:])])
 

@@ -30,7 +30,7 @@ from tectonic_client.errors import (
 from tectonic_client.extents import Extent
 from tectonic_client.filesystem.openinode import FileHandle, OpenInode
 from tectonic_client.filesystem.pieces import is_scattered
-from tectonic_client.filesystem.refreshing import Refresher, require_regular
+from tectonic_client.filesystem.refreshing import Refresher, is_same_version, require_regular
 from tectonic_client.filesystem.services import Bytes, FileServices
 from tectonic_client.kv.port import Transaction
 from tectonic_client.limits import MAX_FILE_BYTES
@@ -209,7 +209,7 @@ class FileWriter:
         while (done := await self._services.kv.transact(cut.publish)) is None:
             await self._reclaim_tail(state.inode, MAX_FILE_BYTES)
         # Where another client has changed the file, its other extents are not as they were known.
-        state.stale = state.stale or not _is_same(done.before, state.record)
+        state.stale = state.stale or not is_same_version(done.before, state.record)
         state.cut(done.record)
         state.unseen.update(done.positions)
         if done.record.flags & InodeFlag.TAIL:
@@ -221,13 +221,6 @@ class FileWriter:
         while position is not None and position < until:
             reclaim = partial(tails.reclaim, inode=inode)
             position = await self._services.kv.transact(reclaim)
-
-
-def _is_same(one: InodeRecord, other: InodeRecord | None) -> bool:
-    """Whether nobody wrote to the file between two looks at its record."""
-    if other is None:
-        return False
-    return (one.size, one.mtime_ns, one.ctime_ns) == (other.size, other.mtime_ns, other.ctime_ns)
 
 
 class _CutDone(NamedTuple):

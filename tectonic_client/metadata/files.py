@@ -18,8 +18,7 @@ from tectonic_client.records import BlockRecord, ExtentRecord
 
 
 def _decode(key: bytes, value: bytes) -> Extent:
-    record = ExtentRecord.decode(value)
-    return Extent(keys.parse_extent(key), record.length, record.block_id, record.block_offset)
+    return Extent(keys.parse_extent(key), *ExtentRecord.fields(value))
 
 
 def read_extents(
@@ -32,6 +31,17 @@ def read_extents(
     rows = tx.scan(here, keys.extent(inode, end))
     found = [_decode(*row) for row in (*before, *rows)]
     return [e for e in found if e.file_offset + e.length > start]
+
+
+def read_page(
+    tx: ReadTransaction, inode: int, start: int, limit: int
+) -> tuple[list[Extent], int | None]:
+    """As `read_extents`, at most `limit` and one more, and where to go on (None at the end)."""
+    here, end = keys.extent(inode, start), keys.extents(inode)[1]
+    before = tx.scan(keys.extents(inode)[0], here, limit=1, reverse=True) if start else []
+    found = [_decode(*row) for row in (*before, *tx.scan(here, end, limit=limit))]
+    more = len(found) - len(before) == limit
+    return [e for e in found if e.end > start], found[-1].file_offset + 1 if more else None
 
 
 def publish(

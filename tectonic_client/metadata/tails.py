@@ -51,6 +51,15 @@ def live_extents(
     return [extent for extent in found if extent.file_offset not in dead] if dead else found
 
 
+def live_page(
+    tx: ReadTransaction, inode: int, record: InodeRecord, start: int, limit: int
+) -> tuple[list[Extent], int | None]:
+    """As `live_extents` from `start` on, about `limit` of them, and where to go on (None: end)."""
+    found, position = files.read_page(tx, inode, start, limit)
+    dead = dead_range(tx, inode, record)
+    return [extent for extent in found if extent.file_offset not in dead], position
+
+
 def is_in_the_way(
     tx: ReadTransaction, inode: int, record: InodeRecord, extents: Sequence[Extent]
 ) -> bool:
