@@ -28,6 +28,7 @@ from tectonic_client.limits import (
     COMPACT_QUIET_S,
     DEAD_BLOCK_GRACE_S,
     DIRTY_EXPIRY_S,
+    GARBAGE_LINGER_S,
     HEARTBEAT_INTERVAL_S,
     MAX_COMPACTION_CANDIDATES,
     MEMORY_RETRY_S,
@@ -146,11 +147,13 @@ class BackgroundTasks:
                     await trio.sleep(MEMORY_RETRY_S)
 
     async def _collect_garbage(self) -> None:
-        """Reclaim orphans and delete dead blocks as they come."""
+        """Reclaim orphans and delete dead blocks soon after they come."""
         waiting = 0
         while True:
             with trio.move_on_after(DEAD_BLOCK_GRACE_S if waiting else float("inf")):
                 await self._signals.garbage.wait()
+            # What else goes meanwhile shares the look, the sync and the change of threads.
+            await trio.sleep(GARBAGE_LINGER_S)
             self._signals.garbage = trio.Event()
             waiting = await self._attempt(self._collect) or 0
 

@@ -382,6 +382,10 @@ MAX_NOTED_ACCESS_TIMES: Final = 10_000
 DEAD_BLOCK_GRACE_S: Final = 30.0
 """While other sessions live, chunks of a deleted block stay readable for this long."""
 
+GARBAGE_LINGER_S: Final = 0.1
+"""Between a removal and the deletion of what it left: `rm -r` costs ten rounds per second, not one
+per file, and nobody notices that the space comes back so much later."""
+
 # --- the FUSE door ----------------------------------------------------------------------------
 
 FUSE_REQUEST_BYTES: Final = 1 * MiB

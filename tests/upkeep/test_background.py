@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 import trio
@@ -15,6 +16,7 @@ from tectonic_client.limits import (
     CLEANUP_INTERVAL_S,
     DEAD_BLOCK_GRACE_S,
     DIRTY_EXPIRY_S,
+    GARBAGE_LINGER_S,
     HEARTBEAT_INTERVAL_S,
 )
 from tectonic_client.metadata import keys, sessions
@@ -117,7 +119,7 @@ def test_the_heart_beats_on_after_failures_and_stops_when_the_session_is_lost() 
 
 
 def test_removed_files_leave_the_stores_by_themselves() -> None:
-    """At once where nobody else uses the volume, and after a failure with the next cleaning."""
+    """Soon where nobody else uses the volume, and after a failure with the next cleaning."""
 
     async def body(url: str, faults: Faults, volume: Volume) -> None:
         store = faults.stores[0]
@@ -131,6 +133,36 @@ def test_removed_files_leave_the_stores_by_themselves() -> None:
         await _until_clean(volume)
 
     _run(body)
+
+
+def test_removals_in_a_row_share_one_round_of_collecting() -> None:
+    """Removing many files costs one round per GARBAGE_LINGER_S, and the last of them gets one."""
+    rounds = []
+
+    class CountingCleaner:
+        async def delete_dead_blocks(self) -> int:
+            rounds.append(trio.current_time())
+            return 0
+
+    async def main() -> None:
+        signals = background.Signals()
+        unused: Any = None
+        cleaner: Any = CountingCleaner()
+        tasks = background.BackgroundTasks(
+            unused, 1, unused, cleaner, unused, unused, signals, unused
+        )
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(tasks._collect_garbage)
+            for _ in range(100):
+                signals.blocks_freed()
+                await trio.sleep(GARBAGE_LINGER_S / 40)
+            last_removal = trio.current_time()
+            await trio.sleep(CLEANUP_INTERVAL_S)
+            nursery.cancel_scope.cancel()
+        assert len(rounds) == 3
+        assert rounds[-1] >= last_removal
+
+    trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
 
 
 def test_while_others_live_removed_bytes_stay_readable_for_a_while(
