@@ -96,6 +96,9 @@ STORE_READ_THREADS: Final = 4
 CHECKPOINT_TRANSFERS: Final = STORE_WRITE_THREADS + 1
 """Chunks of a checkpoint under way at once: one waits while the threads are busy."""
 
+INLINE_TURN_S: Final = 0.002
+"""How long calls of an embedded engine may keep the event loop in a row: some twenty of them."""
+
 METADATA_READ_THREADS: Final = 8
 """Concurrent read transactions of a client on engines whose reads may wait (PostgreSQL)."""
 

@@ -122,6 +122,8 @@ class FileWriter:
         bytes are lost), and what else the metadata engine raises (the bytes are kept for another
         try).
         """
+        if not durable and not state.dirty and not state.lock.locked():
+            return  # most closes: taking a free lock costs a turn of the loop
         async with state.lock:
             if state.dirty:
                 await self.publish(state, durable=durable)

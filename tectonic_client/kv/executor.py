@@ -3,7 +3,9 @@
 Owns where calls run. Reads of engines that never wait run inline; others in threads. Writes go to
 the engine's own queue where it has one (`submit`), so that a waiting transaction costs no thread
 and one commit serves many; else into threads. A brief one runs inline too where that engine is free
-at this moment: two changes of threads take five times as long as the transaction itself.
+at this moment: two changes of threads take five times as long as the transaction itself. A look
+at what else is ready (a trio checkpoint polls all descriptors) takes as long as a read: calls that
+run inline let other tasks run once in INLINE_TURN_S, not each time.
 
 A transaction that has been handed to the engine is not given up when its task is cancelled: the
 call returns its outcome, and the cancellation arrives at the task's next checkpoint. The engine's
@@ -12,6 +14,7 @@ deadline bounds how long that takes.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
@@ -24,6 +27,7 @@ from tectonic_client.errors import MetadataUnavailable, UnknownOutcome
 from tectonic_client.kv.listening import AsyncListener
 from tectonic_client.kv.port import KV, ReadTransaction, Transaction
 from tectonic_client.limits import (
+    INLINE_TURN_S,
     METADATA_DEADLINE_S,
     METADATA_READ_THREADS,
     METADATA_WRITE_THREADS,
@@ -60,6 +64,8 @@ class AsyncKV:
         self.reads = Meter()
         self.transactions = Meter()
         """With their waiting for threads, locks and each other."""
+        self._turn_ended = time.monotonic()
+        """When inline calls last let other tasks run."""
         self.retries = 0
         """Times that a transaction's function was run again, because what it had done was lost."""
 
@@ -73,7 +79,8 @@ class AsyncKV:
         if self._kv.reads_may_block:
             with Waiting(METADATA, self.reads):
                 return await trio.to_thread.run_sync(self._kv.read, fn, limiter=self._read_threads)
-        await trio.lowlevel.checkpoint()
+        await trio.lowlevel.checkpoint_if_cancelled()
+        await self._give_way()
         with Waiting(METADATA, self.reads):
             return self._kv.read(fn)
 
@@ -104,11 +111,17 @@ class AsyncKV:
         await trio.lowlevel.checkpoint_if_cancelled()
         future = self._queue.submit(fn, durable=durable, brief=brief)
         if future.done():
-            await trio.lowlevel.cancel_shielded_checkpoint()
+            await self._give_way()
         else:
             with trio.CancelScope(shield=True):
                 await self._settle(future)
         return future.result()
+
+    async def _give_way(self) -> None:
+        """Let other tasks run if inline calls have had the loop for long enough."""
+        if time.monotonic() - self._turn_ended >= INLINE_TURN_S:
+            await trio.lowlevel.cancel_shielded_checkpoint()
+            self._turn_ended = time.monotonic()
 
     def listen(self, topic: str) -> AsyncListener:
         """Hear calls to `topic`; the first `wait` begins it."""

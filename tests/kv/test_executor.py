@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from tectonic_client.kv.filelock import FairFileLock
 from tectonic_client.kv.memory import MemoryKV
 from tectonic_client.kv.port import KV, ReadTransaction, Transaction
 from tectonic_client.kv.sqlite import SqliteKV
+from tectonic_client.limits import INLINE_TURN_S
 from tests.contracts.kv import Planned, get, increment
 
 
@@ -186,7 +188,11 @@ def test_deadline_while_running(tmp_path: Path) -> None:
 
 
 def test_reads_let_others_run(kv: KV) -> None:
-    """A task that only reads does not keep the loop to itself."""
+    """A task that only reads does not keep the loop to itself for longer than its turn."""
+
+    def slow(transaction: ReadTransaction) -> None:
+        time.sleep(INLINE_TURN_S / 4)
+        transaction.get(b"a")
 
     async def main() -> None:
         metadata = AsyncKV(kv)
@@ -195,7 +201,7 @@ def test_reads_let_others_run(kv: KV) -> None:
         def reader(name: str) -> Callable[[], Awaitable[None]]:
             async def read() -> None:
                 for _ in range(20):
-                    await metadata.read(lambda transaction: transaction.get(b"a"))
+                    await metadata.read(slow)
                     turns.append(name)
 
             return read
@@ -206,3 +212,32 @@ def test_reads_let_others_run(kv: KV) -> None:
         assert set(turns[:20]) == {"a", "b"}
 
     trio.run(main)
+
+
+def test_quick_calls_share_a_turn(tmp_path: Path) -> None:
+    """Reads and brief transactions of an embedded engine do not poll the loop each time."""
+    calls = 200
+
+    async def main() -> None:
+        metadata = AsyncKV(kv)
+        turns = 0
+
+        async def watch() -> None:
+            nonlocal turns
+            while True:
+                await trio.lowlevel.checkpoint()
+                turns += 1
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(watch)
+            for _ in range(calls):
+                await metadata.transact(increment, brief=True)
+                await metadata.read(lambda transaction: transaction.get(b"count"))
+            nursery.cancel_scope.cancel()
+        assert turns < calls
+
+    kv = SqliteKV(tmp_path / "meta.db", create=True)
+    try:
+        trio.run(main)
+    finally:
+        kv.close()
