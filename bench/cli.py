@@ -111,7 +111,7 @@ def checkpoint(
         raise click.BadParameter("less than 1MiB says nothing", param_hint="--bytes")
     for package in ("torch", "safetensors"):
         if find_spec(package) is None:
-            raise BenchError(f"this benchmark needs {package}: pip install 'tectonicfs[torch]'")
+            raise BenchError(f"this benchmark needs {package}: ./run bench installs it")
     # Loaded here: it imports torch.
     from bench.checkpoint import ALL_CASES, Settings, run_checkpoint
 

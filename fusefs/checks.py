@@ -31,14 +31,14 @@ def _check_pyfuse3() -> None:
         import pyfuse3  # noqa: F401
     except ImportError as error:
         raise MountError(
-            f"mounting needs pyfuse3 ({error}): pip install 'tectonicfs[fuse]'"
-            " (on Debian and Ubuntu first: apt install fuse3 libfuse3-dev pkg-config gcc)"
+            f"mounting needs pyfuse3 ({error}): ./run install installs it with what it needs,"
+            " or apt install fuse3 libfuse3-dev pkg-config gcc, then pip install pyfuse3"
         ) from error
 
 
 def _check_metrics(options: MountOptions) -> None:
     if options.metrics is not None and find_spec("prometheus_client") is None:
-        raise MountError("-o metrics needs prometheus_client: pip install 'tectonicfs[fuse]'")
+        raise MountError("-o metrics needs prometheus_client: pip install prometheus_client")
 
 
 def _check_device() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
-from enum import IntEnum, IntFlag
+from enum import IntEnum
 from typing import ClassVar, Final, NamedTuple, Self
 
 from crc32c import crc32c
@@ -52,7 +52,7 @@ class FileType(IntEnum):
     SOCKET = 0o14
 
 
-class InodeFlag(IntFlag):
+class InodeFlag(IntEnum):
     """Bits of an inode's flags: what else is recorded of it, so that others need no look."""
 
     XATTRS = 1
