@@ -88,7 +88,9 @@ class ChunkHeader:
         if crc32c(copy) != crc:
             raise CorruptChunk("checksum of the chunk header does not match")
         if version > VERSION:
-            raise FormatTooNew(f"chunk version {version} is newer than {VERSION}: upgrade")
+            raise FormatTooNew(
+                f"chunk version {version} is newer than {VERSION}: upgrade tectonicfs"
+            )
         if unit != CHECKSUM_UNIT_BYTES or flags & ~_COMPRESSED:
             raise CorruptChunk("chunk header has unknown settings")
         compressed = bool(flags & _COMPRESSED)

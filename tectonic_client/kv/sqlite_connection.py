@@ -176,7 +176,9 @@ def _prepare(connection: apsw.Connection, path: str, cache_bytes: int, wait_s: f
         raise BadURL(f"{path} is not the metadata of a tectonicfs volume")
     version = connection.pragma("user_version")
     if version > _SCHEMA_VERSION:
-        raise FormatTooNew(f"{path} has schema {version}; this release knows {_SCHEMA_VERSION}")
+        raise FormatTooNew(
+            f"{path} has schema {version}, this release knows {_SCHEMA_VERSION}: upgrade tectonicfs"
+        )
     # In WAL mode NORMAL syncs around checkpoints only; the writer syncs commits itself.
     connection.pragma("synchronous", "NORMAL")
     connection.pragma("mmap_size", 0)
