@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from tectonic_client import extents as arithmetic
 from tectonic_client.extents import Extent, OverlayPlan
 from tectonic_client.kv.port import ReadTransaction, Transaction
-from tectonic_client.limits import MAX_FILE_BYTES
+from tectonic_client.limits import MAX_FILE_BYTES, SPARSE_FACTOR
 from tectonic_client.metadata import blocks, keys
 from tectonic_client.records import BlockRecord, ExtentRecord
 
@@ -34,13 +34,14 @@ def read_extents(
 
 
 def read_page(
-    tx: ReadTransaction, inode: int, start: int, limit: int
+    tx: ReadTransaction, inode: int, start: int, limit: int, end: int = MAX_FILE_BYTES
 ) -> tuple[list[Extent], int | None]:
     """As `read_extents`, at most `limit` and one more, and where to go on (None at the end)."""
-    here, end = keys.extent(inode, start), keys.extents(inode)[1]
-    before = tx.scan(keys.extents(inode)[0], here, limit=1, reverse=True) if start else []
-    found = [_decode(*row) for row in (*before, *tx.scan(here, end, limit=limit))]
-    more = len(found) - len(before) == limit
+    first, here = keys.extents(inode)[0], keys.extent(inode, start)
+    before = tx.scan(first, here, limit=1, reverse=True) if start else []
+    rows = tx.scan(here, keys.extent(inode, end), limit=limit)
+    found = [_decode(*row) for row in (*before, *rows)]
+    more = len(rows) == limit
     return [e for e in found if e.end > start], found[-1].file_offset + 1 if more else None
 
 
@@ -63,11 +64,21 @@ def publish(
         blocks.own_new(tx, block_id, inode, used.pop(block_id))
     blocks.acquire(tx, inode, used)
     if new_extents:
-        last = new_extents[-1]
-        existing = read_extents(
-            tx, inode, new_extents[0].file_offset, last.file_offset + last.length
-        )
+        existing = _touched(tx, inode, new_extents)
         _apply(tx, inode, arithmetic.overlay(existing, new_extents))
+
+
+def _touched(tx: ReadTransaction, inode: int, new: Sequence[Extent]) -> list[Extent]:
+    """What the file has where these extents are to lie, and at most about as much besides.
+
+    In two round trips, unless few are strewn over a file of many: then in two for each.
+    """
+    limit = SPARSE_FACTOR * (len(new) + 1)
+    found, position = read_page(tx, inode, new[0].file_offset, limit, new[-1].end)
+    if position is None:
+        return found
+    parts = [read_extents(tx, inode, extent.file_offset, extent.end) for extent in new]
+    return list({extent.file_offset: extent for part in parts for extent in part}.values())
 
 
 def cut(tx: Transaction, inode: int, size: int, end: int = MAX_FILE_BYTES) -> None:

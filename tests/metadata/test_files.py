@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
+
+import pytest
 
 from tectonic_client.extents import Extent
 from tectonic_client.kv.memory import MemoryKV
@@ -72,3 +75,55 @@ def test_blocks_die_with_the_bytes_that_used_them() -> None:
     assert sorted(i for i, _ in kv.read(lambda tx: list(blocks.dead_blocks(tx)))) == [1, 2]
     kv.transact(lambda tx: files.cut(tx, 2, 0))
     assert sorted(i for i, _ in kv.read(lambda tx: list(blocks.dead_blocks(tx)))) == [1, 2, 3, 4]
+
+
+def _bytes_of(kv: MemoryKV, length: int) -> list[tuple[int, int]]:
+    """For each byte of the file where it lies: block and offset in it; (0, 0) in a hole."""
+    content = [(0, 0)] * length
+    for extent in kv.read(lambda tx: files.read_extents(tx, 2)):
+        for i in range(extent.length):
+            assert content[extent.file_offset + i] == (0, 0), "extents overlap"
+            content[extent.file_offset + i] = (extent.block_id, extent.block_offset + i)
+    return content
+
+
+@pytest.mark.parametrize("factor", [1, 2, 32])
+def test_any_sequence_of_publications(factor: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Extents strewn over a file lie over what was there, whichever way that is looked up, and
+    each block is used by exactly the bytes that are left of it."""
+    monkeypatch.setattr(files, "SPARSE_FACTOR", factor)
+    rng, kv, length = random.Random(factor), MemoryKV(), 600
+    model = [(0, 0)] * length
+    for block_id in range(1, 200):
+        starts = sorted(rng.sample(range(length - 40), rng.choice((1, 2, 12))))
+        new, used = [], 0
+        for start, stop in zip(starts, [*starts[1:], length], strict=True):
+            size = min(rng.randint(1, 40), stop - start)
+            new.append(Extent(start, size, block_id, used))
+            model[start : start + size] = [(block_id, used + i) for i in range(size)]
+            used += size
+        kv.transact(lambda tx, b=block_id, n=new: files.publish(tx, 2, {b: _record(b)}, n))
+        assert _bytes_of(kv, length) == model
+    kv.transact(lambda tx: files.cut(tx, 2, 0))  # raises where the accounts are wrong
+    assert len(kv.read(lambda tx: list(blocks.dead_blocks(tx)))) == 199
+    assert kv.read(lambda tx: blocks.owners(tx, 199)) == []
+
+
+def test_a_few_extents_do_not_read_a_large_file() -> None:
+    """Writing at both ends of a file of many extents reads little of it."""
+    kv = MemoryKV()
+    _publish(kv, range(1, 2001))
+    rows = 0
+
+    class Reading(_Counted):
+        def scan(
+            self, start: bytes, end: bytes, *, limit: int | None = None, reverse: bool = False
+        ) -> list[tuple[bytes, bytes]]:
+            nonlocal rows
+            found = super().scan(start, end, limit=limit, reverse=reverse)
+            rows += len(found)
+            return found
+
+    new = [Extent(100, 10, 9000, 0), Extent(1999 * _BLOCK_BYTES, 10, 9000, 10)]
+    kv.transact(lambda tx: files.publish(Reading(tx), 2, {9000: _record(9000)}, new))
+    assert rows < 150
