@@ -194,6 +194,9 @@ EXTENTS_PAGE_ROWS: Final = 1000
 LOAD_ATTEMPTS: Final = 3
 """Tries to read a file of many extents page by page while others change it."""
 
+DECODED_INODES: Final = 1024
+"""Inode records that are kept decoded, by their bytes: half a megabyte."""
+
 SPARSE_FACTOR: Final = 32
 """A file with so many times more extents than are written between the first and the last of those
 is looked at only where they lie: a look costs about as much as reading thirty rows."""

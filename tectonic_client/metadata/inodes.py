@@ -9,10 +9,11 @@ directories) are spread alike. Functions over a transaction.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 from tectonic_client.errors import NotDirectory, StaleHandle
 from tectonic_client.kv.port import ReadTransaction, Transaction
-from tectonic_client.limits import PARENT_TIME_LANES
+from tectonic_client.limits import DECODED_INODES, PARENT_TIME_LANES
 from tectonic_client.metadata import keys, quotas
 from tectonic_client.records import (
     InodeFlag,
@@ -40,10 +41,14 @@ def read_inodes(tx: ReadTransaction, inodes: Sequence[int]) -> list[InodeRecord]
     return [_decode(inode, data) for inode, data in zip(inodes, rows, strict=True)]
 
 
+_decoded = lru_cache(DECODED_INODES)(InodeRecord.decode)
+"""The same bytes are the same record: a directory's is read again with each of its entries."""
+
+
 def _decode(inode: int, data: bytes | None) -> InodeRecord:
     if data is None:
         raise StaleHandle(f"inode {inode} does not exist any more")
-    return InodeRecord.decode(data)
+    return _decoded(data)
 
 
 def read_directory(tx: ReadTransaction, inode: int) -> InodeRecord:

@@ -25,7 +25,6 @@ from tectonic_client.types import ROOT_INODE, AttributeChanges
 from tectonic_client.volume import Volume, open_volume
 from tests.filesystem.faultrig import OWNER, new_volume
 
-MANY = 100_000
 LENGTH = 4096
 DISTANCE = 8192
 PER_BLOCK = 2000
@@ -91,7 +90,12 @@ async def _turns_of_others(work: Callable[[], Awaitable[object]]) -> int:
     return turns
 
 
-def test_a_hundred_thousand_extents(tmp_path: os.PathLike[str], busiest: Counter[str]) -> None:
+@pytest.mark.parametrize(
+    "count", [10_000, pytest.param(100_000, marks=[pytest.mark.stress, pytest.mark.slow])]
+)
+def test_a_file_of_very_many_extents(
+    count: int, tmp_path: os.PathLike[str], busiest: Counter[str]
+) -> None:
     """Opening, cutting and removing such a file: every transaction touches a bounded number of
     rows, and between those that load it other tasks have their turn."""
 
@@ -100,19 +104,19 @@ def test_a_hundred_thousand_extents(tmp_path: os.PathLike[str], busiest: Counter
         async with open_volume(new_volume(f"{base}/meta.db", f"{base}/store")) as volume:
             fs = volume.filesystem
             inode = await _new_file(volume, b"f")
-            for first in range(0, MANY, PER_BLOCK):
+            for first in range(0, count, PER_BLOCK):
                 block_id = await volume.ids.next_id()
                 publish = partial(_publish, inode=inode, block_id=block_id, first=first)
                 await volume.kv.transact(publish)
             busiest.clear()
             turns = await _turns_of_others(partial(fs.open, inode, os.O_RDWR))
-            assert turns >= MANY // EXTENTS_PAGE_ROWS
+            assert turns >= count // EXTENTS_PAGE_ROWS
             assert busiest["scan"] <= EXTENTS_PAGE_ROWS + 20
             state = fs.files.state_of(inode)
             assert state is not None
-            assert len(state.extents) == MANY
+            assert len(state.extents) == count
             busiest.clear()
-            await fs.setattr(inode, AttributeChanges(size=MANY // 2 * DISTANCE))
+            await fs.setattr(inode, AttributeChanges(size=count // 2 * DISTANCE))
             await fs.setattr(inode, AttributeChanges(size=0))
             assert len(state.extents) == 0
             await volume.tasks.reclaim_tails()
