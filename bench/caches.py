@@ -41,10 +41,10 @@ def drop(directory: Path) -> None:
         for path in directory.rglob("*"):
             if path.is_file():
                 _forget(path)
-    _warm_free_memory(min(_WARM_MEMORY_BYTES, available_bytes() // _AVAILABLE_SHARE))
+    _warm_free_memory(min(_WARM_MEMORY_BYTES, _available_bytes() // _AVAILABLE_SHARE))
 
 
-def available_bytes() -> int:
+def _available_bytes() -> int:
     """Memory that can be had without swapping (proc(5), /proc/meminfo, MemAvailable)."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         name, _, value = line.partition(":")

@@ -89,14 +89,9 @@ class _Loaded:
 
 def _begin(tx: ReadTransaction, inode: int, limit: int | None) -> _Loaded:
     """The first page, all of it without a limit. Raises StaleHandle."""
-    record = read_inode(tx, inode)
-    if not record.nlink and not is_whole(tx, inode):
-        raise StaleHandle(f"inode {inode} was removed")
+    record = _read_whole(tx, inode)
     loaded = _Loaded(record, quotas.quota_of(tx, inode, record))
-    if limit is None:
-        loaded.add(tails.live_extents(tx, inode, record), None)
-    else:
-        loaded.add(*tails.live_page(tx, inode, record, 0, limit))
+    loaded.add(*tails.live_page(tx, inode, record, 0, limit))
     return loaded
 
 
@@ -105,12 +100,18 @@ def _go_on(
 ) -> tuple[list[Extent], int | None] | None:
     """The next page; None where somebody changed the file meanwhile. Raises StaleHandle."""
     assert loaded.position is not None
-    record = read_inode(tx, inode)
-    if not record.nlink and not is_whole(tx, inode):
-        raise StaleHandle(f"inode {inode} was removed")
+    record = _read_whole(tx, inode)
     if not is_same_version(record, loaded.record):
         return None
     return tails.live_page(tx, inode, record, loaded.position, EXTENTS_PAGE_ROWS)
+
+
+def _read_whole(tx: ReadTransaction, inode: int) -> InodeRecord:
+    """The record of an inode whose extents are all there. Raises StaleHandle."""
+    record = read_inode(tx, inode)
+    if not record.nlink and not is_whole(tx, inode):
+        raise StaleHandle(f"inode {inode} was removed")
+    return record
 
 
 def is_same_version(one: InodeRecord, other: InodeRecord | None) -> bool:

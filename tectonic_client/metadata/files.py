@@ -25,16 +25,11 @@ def read_extents(
     tx: ReadTransaction, inode: int, start: int = 0, end: int = MAX_FILE_BYTES
 ) -> list[Extent]:
     """Extents that touch the file bytes start <= x < end, in order."""
-    first, _ = keys.extents(inode)
-    here = keys.extent(inode, start)
-    before = tx.scan(first, here, limit=1, reverse=True) if start else []
-    rows = tx.scan(here, keys.extent(inode, end))
-    found = [_decode(*row) for row in (*before, *rows)]
-    return [e for e in found if e.file_offset + e.length > start]
+    return read_page(tx, inode, start, None, end)[0]
 
 
 def read_page(
-    tx: ReadTransaction, inode: int, start: int, limit: int, end: int = MAX_FILE_BYTES
+    tx: ReadTransaction, inode: int, start: int, limit: int | None, end: int = MAX_FILE_BYTES
 ) -> tuple[list[Extent], int | None]:
     """As `read_extents`, at most `limit` and one more, and where to go on (None at the end)."""
     first, here = keys.extents(inode)[0], keys.extent(inode, start)

@@ -46,18 +46,23 @@ def live_extents(
     end: int = MAX_FILE_BYTES,
 ) -> list[Extent]:
     """Extents that touch the file bytes start <= x < end and count, in order."""
-    found = files.read_extents(tx, inode, start, end)
-    dead = dead_range(tx, inode, record)
-    return [extent for extent in found if extent.file_offset not in dead] if dead else found
+    return live_page(tx, inode, record, start, None, end)[0]
 
 
 def live_page(
-    tx: ReadTransaction, inode: int, record: InodeRecord, start: int, limit: int
+    tx: ReadTransaction,
+    inode: int,
+    record: InodeRecord,
+    start: int,
+    limit: int | None,
+    end: int = MAX_FILE_BYTES,
 ) -> tuple[list[Extent], int | None]:
-    """As `live_extents` from `start` on, about `limit` of them, and where to go on (None: end)."""
-    found, position = files.read_page(tx, inode, start, limit)
+    """As `live_extents`, about `limit` of them, and where to go on (None at the end)."""
+    found, position = files.read_page(tx, inode, start, limit, end)
     dead = dead_range(tx, inode, record)
-    return [extent for extent in found if extent.file_offset not in dead], position
+    if dead:
+        found = [extent for extent in found if extent.file_offset not in dead]
+    return found, position
 
 
 def is_in_the_way(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -24,6 +24,7 @@ from tectonic_client.records import BlockRecord, ChunkPlace, Codec, EncodingKind
 from tectonic_client.types import ROOT_INODE, AttributeChanges
 from tectonic_client.volume import Volume, open_volume
 from tests.filesystem.faultrig import OWNER, new_volume
+from tests.turns import turns_of_others
 
 LENGTH = 4096
 DISTANCE = 8192
@@ -73,23 +74,6 @@ def busiest(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return most
 
 
-async def _turns_of_others(work: Callable[[], Awaitable[object]]) -> int:
-    """How often another task had its turn while `work` ran."""
-    turns = 0
-
-    async def watch() -> None:
-        nonlocal turns
-        while True:
-            await trio.lowlevel.checkpoint()
-            turns += 1
-
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(watch)
-        await work()
-        nursery.cancel_scope.cancel()
-    return turns
-
-
 @pytest.mark.parametrize(
     "count", [10_000, pytest.param(100_000, marks=[pytest.mark.stress, pytest.mark.slow])]
 )
@@ -109,7 +93,7 @@ def test_a_file_of_very_many_extents(
                 publish = partial(_publish, inode=inode, block_id=block_id, first=first)
                 await volume.kv.transact(publish)
             busiest.clear()
-            turns = await _turns_of_others(partial(fs.open, inode, os.O_RDWR))
+            turns = await turns_of_others(partial(fs.open, inode, os.O_RDWR))
             assert turns >= count // EXTENTS_PAGE_ROWS
             assert busiest["scan"] <= EXTENTS_PAGE_ROWS + 20
             state = fs.files.state_of(inode)

@@ -19,6 +19,7 @@ from tectonic_client.kv.port import KV, ReadTransaction, Transaction
 from tectonic_client.kv.sqlite import SqliteKV
 from tectonic_client.limits import INLINE_TURN_S
 from tests.contracts.kv import Planned, get, increment
+from tests.turns import turns_of_others
 
 
 class _BlockingKV:
@@ -220,21 +221,13 @@ def test_quick_calls_share_a_turn(tmp_path: Path) -> None:
 
     async def main() -> None:
         metadata = AsyncKV(kv)
-        turns = 0
 
-        async def watch() -> None:
-            nonlocal turns
-            while True:
-                await trio.lowlevel.checkpoint()
-                turns += 1
-
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(watch)
+        async def work() -> None:
             for _ in range(calls):
                 await metadata.transact(increment, brief=True)
                 await metadata.read(lambda transaction: transaction.get(b"count"))
-            nursery.cancel_scope.cancel()
-        assert turns < calls
+
+        assert await turns_of_others(work) < calls
 
     kv = SqliteKV(tmp_path / "meta.db", create=True)
     try:
