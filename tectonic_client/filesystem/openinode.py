@@ -11,8 +11,7 @@ import math
 import os
 from dataclasses import dataclass, replace
 
-import trio
-
+from tectonic_client.concurrency import Mutex
 from tectonic_client.errors import BadHandle, TectonicError
 from tectonic_client.extents import Extent, ExtentMap
 from tectonic_client.filesystem.writelog import WriteLog
@@ -28,7 +27,7 @@ class OpenInode:
         self.users = 0
         self.visitors = 0
         """Those of the users that are tasks of this client: no program waits for their close."""
-        self.lock = trio.Lock()
+        self.lock = Mutex()
         self.log = log
         self.record: InodeRecord | None = None
         self.extents = ExtentMap()

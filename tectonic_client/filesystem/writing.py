@@ -60,7 +60,8 @@ class FileWriter:
         state = handle.state
         async with state.lock:
             handle.raise_failure(told=False)
-            await self._refresher.catch_up(state)
+            if state.stale:
+                await self._refresher.catch_up(state)
             if handle.flags & os.O_APPEND:
                 offset = state.size
             if offset < 0 or offset + len(data) > MAX_FILE_BYTES:
@@ -123,7 +124,7 @@ class FileWriter:
         try).
         """
         if not durable and not state.dirty and not state.lock.locked():
-            return  # most closes: taking a free lock costs a turn of the loop
+            return  # most closes
         async with state.lock:
             if state.dirty:
                 await self.publish(state, durable=durable)

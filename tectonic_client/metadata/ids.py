@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import trio
-
+from tectonic_client.concurrency import Mutex
 from tectonic_client.kv.executor import AsyncKV
 from tectonic_client.metadata.sessions import lease_range, take_lease
 
@@ -20,13 +19,11 @@ class IdAllocator:
         self._kv = kv
         self.session_id = session_id
         self._ids = iter(range(0))
-        self._lock = trio.Lock()
+        self._lock = Mutex()
         self.leases: list[int] = []
 
     async def next_id(self) -> int:
         """A fresh id. Raises SessionLost and what the engine raises when a lease is needed."""
-        for fresh in self._ids:
-            return fresh
         for fresh in self._ids:
             return fresh
         async with self._lock:
