@@ -102,7 +102,10 @@ class Setting:
         other = await fs.open(self.inode, os.O_RDWR)
         await fs.release(other)
         _, new = await fs.create(ROOT_INODE, b"new", 0o644, OWNER, os.O_RDWR)
-        await fs.release(new)
+        try:
+            await fs.write(new, 0, SECOND)  # else all may be done at once, and nothing waits
+        finally:
+            await fs.release(new)
         return None
 
 

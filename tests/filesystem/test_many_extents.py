@@ -94,7 +94,7 @@ def test_a_file_of_very_many_extents(
                 await volume.kv.transact(publish)
             busiest.clear()
             turns = await turns_of_others(partial(fs.open, inode, os.O_RDWR))
-            assert turns >= count // EXTENTS_PAGE_ROWS
+            assert turns >= count // EXTENTS_PAGE_ROWS - 1  # one between any two pages
             assert busiest["scan"] <= EXTENTS_PAGE_ROWS + 20
             state = fs.files.state_of(inode)
             assert state is not None
