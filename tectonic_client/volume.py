@@ -39,6 +39,7 @@ from tectonic_client.errors import (
     StoreUnavailable,
     TectonicError,
     VolumeExists,
+    VolumeNotFound,
 )
 from tectonic_client.filesystem.audience import Audience
 from tectonic_client.filesystem.blocktable import BlockTable
@@ -136,21 +137,21 @@ def format_volume(meta_url: str, options: FormatOptions) -> VolumeRecord:
     urls = [normalise_store_url(url) for url in options.stores]
     if len(set(urls)) != len(urls):
         raise BadOption("the same --store was given twice")
+    record = VolumeRecord(
+        format_version=FORMAT_VERSION, uuid=uuid.uuid4().bytes, created_ns=time.time_ns(),
+        block_bytes=options.block_bytes, chunk_bytes=options.chunk_bytes, codec=options.codec,
+        level=options.level, encoding=EncodingKind.SINGLE, name=options.name,
+    )  # fmt: skip
+    stores = [
+        StoreRecord(number, StoreState.ACTIVE, 100, url, f"store{number}")
+        for number, url in enumerate(urls)
+    ]
+    if not options.force:
+        _refuse_existing(meta_url)
+    for url in urls:  # all of them before anything is made or destroyed
+        check_store(url, force=options.force)
     kv = open_kv(meta_url, create=True)
     try:
-        if not options.force:
-            _refuse_existing(kv, meta_url)
-        record = VolumeRecord(
-            format_version=FORMAT_VERSION, uuid=uuid.uuid4().bytes, created_ns=time.time_ns(),
-            block_bytes=options.block_bytes, chunk_bytes=options.chunk_bytes, codec=options.codec,
-            level=options.level, encoding=EncodingKind.SINGLE, name=options.name,
-        )  # fmt: skip
-        stores = [
-            StoreRecord(number, StoreState.ACTIVE, 100, url, f"store{number}")
-            for number, url in enumerate(urls)
-        ]
-        for url in urls:  # all of them before anything is destroyed
-            check_store(url, force=options.force)
         for store in stores:
             initialise_store(store.url, record.uuid, store.store_id, force=options.force)
         kv.transact(lambda tx: _create(tx, record, stores, force=options.force), durable=True)
@@ -159,11 +160,18 @@ def format_volume(meta_url: str, options: FormatOptions) -> VolumeRecord:
     return record
 
 
-def _refuse_existing(kv: KV, meta_url: str) -> None:
-    if kv.read(lambda tx: tx.get(keys.VOLUME)) is not None:
-        raise VolumeExists(
-            f"there is a volume at {display_url(meta_url)} already: --force destroys it"
-        )
+def _refuse_existing(meta_url: str) -> None:
+    try:
+        kv = open_kv(meta_url)
+    except VolumeNotFound:
+        return
+    try:
+        if kv.read(lambda tx: tx.get(keys.VOLUME)) is not None:
+            raise VolumeExists(
+                f"there is a volume at {display_url(meta_url)} already: --force destroys it"
+            )
+    finally:
+        kv.close()
 
 
 def _create(

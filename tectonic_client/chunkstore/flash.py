@@ -104,10 +104,12 @@ class FlashStore:
     def initialise(
         directory: str, volume_uuid: bytes, store_id: int, *, force: bool = False
     ) -> None:
-        """Prepare a directory (made if missing) for a new volume; durable on return.
+        """Prepare a directory for a new volume; durable on return.
 
-        Raises StoreMismatch where something else is in it; `force` allows an older store, whose
-        chunks are removed. Raises ReadOnly, NoSpace, StoreUnavailable.
+        It is made if missing, but not what lies above it: that may be where a device, not mounted
+        yet, belongs. Raises StoreMismatch where that is missing or something else is in the
+        directory; `force` allows an older store, whose chunks are removed. Raises ReadOnly,
+        NoSpace, StoreUnavailable.
         """
         with _mapped(directory, "initialising", _INITIALISING):
             _make_directory(directory)
@@ -132,6 +134,7 @@ class FlashStore:
             try:
                 root = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
             except FileNotFoundError:
+                _refuse_without_parent(directory)
                 return
             try:
                 _refuse_foreign(directory, root, force=force)
@@ -323,11 +326,23 @@ def _sync_directory(path: str, root: int | None = None) -> None:
         os.close(descriptor)
 
 
+def _refuse_without_parent(path: str) -> None:
+    """Raise StoreMismatch where the directory that `path` would be made in is missing."""
+    parent = os.path.dirname(path)
+    try:
+        os.stat(parent)
+    except FileNotFoundError as error:
+        raise StoreMismatch(
+            f"store {path}: there is no directory {parent} to make it in: is its device mounted?"
+            f" If it belongs there, first run mkdir -p {path}"
+        ) from error
+
+
 def _make_directory(path: str) -> None:
-    """Make a directory and those above it, each durable in its parent."""
+    """Make a directory if missing, durable in its parent."""
     parent = os.path.dirname(path)
     if not os.path.isdir(path):
-        _make_directory(parent)
+        _refuse_without_parent(path)
         os.mkdir(path)
     with suppress(PermissionError):  # a parent that we may not read is not of our making
         _sync_directory(parent)

@@ -96,8 +96,12 @@ def create_database(path: str) -> None:
         _build(unfinished)
         _link(unfinished, path)
     except (apsw.Error, OSError) as error:
-        if not os.path.isdir(os.path.dirname(path)):
-            raise VolumeNotFound(f"{path}: no such directory to create it in") from error
+        parent = os.path.dirname(path)
+        if not os.path.isdir(parent):
+            raise VolumeNotFound(
+                f"{path}: there is no directory {parent} to create it in:"
+                f" first run mkdir -p {parent}"
+            ) from error
         raise translate(error, path) from error
     finally:
         if os.path.exists(unfinished):

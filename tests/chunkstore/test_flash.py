@@ -9,6 +9,7 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -98,10 +99,14 @@ def test_layout(directory: Path, store: FlashStore) -> None:
     assert (directory / "chunks/ab/00000000001ab005.000a").read_bytes() == filled(PAGE)
 
 
-def test_initialise_makes_parents(tmp_path: Path) -> None:
-    """Missing directories above the store are made."""
-    FlashStore.initialise(str(tmp_path / "a/b/c"), UUID, 0)
-    open_flash(tmp_path / "a/b/c").close()
+def test_initialise_makes_the_store_but_no_parents(tmp_path: Path) -> None:
+    """A directory that is missing above the store may be a device's: said, and nothing is made."""
+    for prepare in (FlashStore.check, partial(FlashStore.initialise, volume_uuid=UUID, store_id=0)):
+        with pytest.raises(StoreMismatch, match=f"no directory {tmp_path / 'a/b'} .*mkdir -p"):
+            prepare(str(tmp_path / "a/b/c"))
+        assert not list(tmp_path.iterdir())
+    FlashStore.initialise(str(tmp_path / "a"), UUID, 0)
+    open_flash(tmp_path / "a").close()
 
 
 def test_initialise_accepts_an_empty_device(tmp_path: Path) -> None:

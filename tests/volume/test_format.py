@@ -104,6 +104,21 @@ def test_formatting_over_a_volume_needs_force(tmp_path: Path) -> None:
     trio.run(look)
 
 
+def test_a_refused_format_leaves_nothing(tmp_path: Path) -> None:
+    """Where a store's device is not mounted, neither it nor the database is made; the line names
+    the directory and what to do. The same for the database's."""
+    store, url = tmp_path / "device" / "chunks", tmp_path / "meta.db"
+    for where, missing in ((url, store.parent), (tmp_path / "data" / "meta.db", tmp_path / "data")):
+        done = _tectonicfs("format", where, "--name", "v", "--store", store)
+        assert done.returncode == 1
+        assert done.stderr.count("\n") == 1
+        assert f"there is no directory {missing}" in done.stderr
+        assert f"mkdir -p {missing}" in done.stderr
+        assert not [path for path in tmp_path.iterdir() if path != store.parent]
+        store.parent.mkdir(exist_ok=True)
+    assert not store.exists()
+
+
 def test_a_store_that_cannot_be_taken_costs_the_others_nothing(tmp_path: Path) -> None:
     """A forced format that fails over its second store has not cleared its first one."""
     url = str(tmp_path / "meta.db")
