@@ -15,13 +15,24 @@ from typing import ClassVar, Final, NamedTuple, Self
 from crc32c import crc32c
 
 from tectonic_client.errors import CorruptRecord, FormatTooNew
-from tectonic_client.limits import MAX_CHUNKS_PER_BLOCK
+from tectonic_client.limits import (
+    MAX_CHUNK_BYTES,
+    MAX_CHUNKS_PER_BLOCK,
+    MAX_FILE_BYTES,
+    MAX_SYMLINK_BYTES,
+    MIN_CHUNK_BYTES,
+)
 
 FORMAT_VERSION: Final = 1
 """Version of a volume as a whole; raised when an older client must not touch it."""
 
 _CRC: Final = struct.Struct("<I")
 _HEAD: Final = struct.Struct("<BB")
+_MAX_COUNT: Final = 2**62
+"""The most that anything is counted to: two of them still fit a field."""
+_MAX_LINKS: Final = 2**31
+_MAX_PID: Final = 2**31 - 1
+_MAX_TIME_NS: Final = 2**63 - 1
 
 
 class EncodingKind(IntEnum):
@@ -119,6 +130,14 @@ def pack_string(text: str) -> bytes:
     return struct.pack("<H", len(data)) + data
 
 
+def within(most: int, least: int = 0, /, **fields: int) -> None:
+    """Raise ValueError unless the fields are numbers that somebody can have meant: who goes on to
+    count with them then stays within what a record can hold."""
+    for name, value in fields.items():
+        if not least <= value <= most:
+            raise ValueError(f"{name} is {value}, not from {least} to {most}")
+
+
 def unpack_exactly(layout: struct.Struct, body: memoryview) -> tuple[int, ...]:
     """The fields of a body that has no others. Raises ValueError."""
     if len(body) != layout.size:
@@ -197,6 +216,9 @@ class VolumeRecord(Record):
         cursor.take(cls._LAYOUT)
         name = cursor.string()
         cursor.done()
+        within(MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, chunk_bytes=chunk)
+        within(MAX_CHUNKS_PER_BLOCK * chunk, chunk, block_bytes=block)
+        within(19, -19, level=level)
         return cls(
             version, uuid, created, block, chunk, Codec(codec), level, EncodingKind(encoding), name
         )
@@ -259,7 +281,12 @@ class InodeRecord(Record):
 
     @classmethod
     def _from_body(cls, body: memoryview) -> InodeRecord:
-        return cls(*unpack_exactly(cls._LAYOUT, body))
+        record = cls(*unpack_exactly(cls._LAYOUT, body))
+        # Written out, as `within` costs a microsecond.
+        if record.size > MAX_FILE_BYTES or record.nlink > _MAX_LINKS:
+            raise ValueError(f"size {record.size} or link count {record.nlink} is too large")
+        FileType(record.mode >> 12)
+        return record
 
     @property
     def file_type(self) -> FileType:
@@ -365,6 +392,7 @@ class BlockRecord(Record):
             for store_id, stored in (cursor.take(cls._PLACE) for _ in range(count))
         )
         cursor.done()
+        within(MAX_CHUNK_BYTES, 1, chunk_bytes=chunk)
         return cls(
             EncodingKind(encoding), data, parity, Codec(codec), chunk, length, created, places
         )
@@ -383,7 +411,9 @@ class OwnerRecord(Record):
 
     @classmethod
     def _from_body(cls, body: memoryview) -> OwnerRecord:
-        return cls(*unpack_exactly(_U64, body))
+        (live_bytes,) = unpack_exactly(_U64, body)
+        within(_MAX_COUNT, live_bytes=live_bytes)
+        return cls(live_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -439,6 +469,7 @@ class SessionRecord(Record):
     def _from_body(cls, body: memoryview) -> SessionRecord:
         cursor = Cursor(body)
         started, heartbeat, pid, ticks = cursor.take(cls._LAYOUT)
+        within(_MAX_PID, pid=pid)
         record = cls(
             started, heartbeat, pid, ticks, cursor.string(), cursor.string(), cursor.string()
         )
@@ -475,7 +506,9 @@ class ParentTimesRecord(Record):
 
     @classmethod
     def _from_body(cls, body: memoryview) -> ParentTimesRecord:
-        return cls(*unpack_exactly(_U64, body))
+        (changed_ns,) = unpack_exactly(_U64, body)
+        within(_MAX_TIME_NS, changed_ns=changed_ns)
+        return cls(changed_ns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -492,7 +525,9 @@ class SubdirectoriesRecord(Record):
 
     @classmethod
     def _from_body(cls, body: memoryview) -> SubdirectoriesRecord:
-        return cls(*unpack_exactly(cls._LAYOUT, body))
+        (count,) = unpack_exactly(cls._LAYOUT, body)
+        within(_MAX_COUNT, -_MAX_COUNT, count=count)
+        return cls(count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -508,7 +543,11 @@ class SymlinkRecord(Record):
 
     @classmethod
     def _from_body(cls, body: memoryview) -> SymlinkRecord:
-        return cls(bytes(body))
+        target = bytes(body)
+        within(MAX_SYMLINK_BYTES, 1, length=len(target))
+        if b"\x00" in target:
+            raise ValueError("the target of a symbolic link has a NUL")
+        return cls(target)
 
 
 @dataclass(frozen=True, slots=True)
@@ -577,7 +616,11 @@ class QuotaUsageRecord(Record):
 
     @classmethod
     def _from_body(cls, body: memoryview) -> QuotaUsageRecord:
-        return cls(*unpack_exactly(cls._LAYOUT, body))
+        record = cls(*unpack_exactly(cls._LAYOUT, body))
+        within(
+            _MAX_COUNT, -_MAX_COUNT, used_bytes=record.used_bytes, used_inodes=record.used_inodes
+        )
+        return record
 
 
 @dataclass(frozen=True, slots=True)
@@ -595,7 +638,9 @@ class TailRecord(Record):
 
     @classmethod
     def _from_body(cls, body: memoryview) -> TailRecord:
-        return cls(*unpack_exactly(cls._LAYOUT, body))
+        start, end = unpack_exactly(cls._LAYOUT, body)
+        within(MAX_FILE_BYTES, start=start, end=end)
+        return cls(start, end)
 
 
 # Kinds 32 to 39 are the checkpoint protocol's records: tectonic_client/checkpoint/records.py.

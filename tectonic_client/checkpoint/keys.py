@@ -13,7 +13,7 @@ from __future__ import annotations
 import struct
 from typing import Final
 
-from tectonic_client.metadata.keys import CHECKPOINT, group, prefix_end
+from tectonic_client.metadata.keys import CHECKPOINT, group, malformed, prefix_end
 
 _MEMBER: Final = b"\x00"
 _ATTEMPT: Final = b"\x01"
@@ -42,18 +42,21 @@ def members(directory: int) -> KeyRange:
 
 def attempt(directory: int, step: int) -> bytes:
     """Key of the newest attempt at a step."""
-    return group(CHECKPOINT, directory) + _ATTEMPT + _U64.pack(step)
+    return _attempts(directory) + _U64.pack(step)
 
 
 def attempts(directory: int) -> KeyRange:
     """Range of the attempts at all steps, in their order."""
-    prefix = group(CHECKPOINT, directory) + _ATTEMPT
+    prefix = _attempts(directory)
     return prefix, prefix_end(prefix)
 
 
 def parse_attempt(key: bytes) -> int:
-    """The step of an attempt's key."""
-    return int(_U64.unpack(key[-8:])[0])
+    """The step of an attempt's key. Raises CorruptRecord."""
+    start = len(_attempts(0))
+    if len(key) != start + _U64.size:
+        raise malformed(key)
+    return int(_U64.unpack_from(key, start)[0])
 
 
 def part(directory: int, attempt_id: int, rank: int) -> bytes:
@@ -79,8 +82,15 @@ def objections(directory: int, attempt_id: int) -> KeyRange:
 
 
 def parse_rank(key: bytes) -> int:
-    """The rank at the end of a member's, part's or objection's key."""
-    return int(_U32.unpack(key[-4:])[0])
+    """The rank at the end of a part's or objection's key. Raises CorruptRecord."""
+    start = len(_of_attempt(0, _PART, 0))
+    if len(key) != start + _U32.size:
+        raise malformed(key)
+    return int(_U32.unpack_from(key, start)[0])
+
+
+def _attempts(directory: int) -> bytes:
+    return group(CHECKPOINT, directory) + _ATTEMPT
 
 
 def _of_attempt(directory: int, kind: bytes, attempt_id: int) -> bytes:

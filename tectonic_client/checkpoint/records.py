@@ -30,7 +30,7 @@ from tectonic_client.errors import (
     TectonicError,
 )
 from tectonic_client.limits import MAX_WORLD_SIZE
-from tectonic_client.records import Cursor, Record, pack_string, unpack_exactly
+from tectonic_client.records import Cursor, Record, pack_string, unpack_exactly, within
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +66,7 @@ class MemberRecord(Record):
         session, token, process, born, active, fence, world_size, pid = cursor.take(cls._LAYOUT)
         hostname = cursor.string()
         cursor.done()
+        within(MAX_WORLD_SIZE, world_size=world_size)
         return cls(session, token, process, born, active, fence, world_size, pid, hostname)
 
 
@@ -148,8 +149,7 @@ class AttemptRecord(Record):
         attempt, session, token, started, decided, world_size, pid, outcome, count = cursor.take(
             cls._LAYOUT
         )
-        if count > MAX_WORLD_SIZE:
-            raise ValueError(f"{count} ranks are more than there can be")
+        within(MAX_WORLD_SIZE, world_size=world_size, ranks=count)
         run_id, hostname, message = cursor.string(), cursor.string(), cursor.string()
         ranks = tuple(cursor.take(cls._RANK)[0] for _ in range(count))
         cursor.done()

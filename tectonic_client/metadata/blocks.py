@@ -98,14 +98,14 @@ def _missing(block_id: int) -> ChunkMissing:
 def owners(tx: ReadTransaction, block_id: int) -> list[int]:
     """Inodes that use the block."""
     start, end = keys.block_owners(block_id)
-    return [int.from_bytes(key[-8:]) for key, _ in tx.scan(start, end)]
+    return [keys.parse_block_owner(key) for key, _ in tx.scan(start, end)]
 
 
 def dead_blocks(tx: ReadTransaction) -> Iterator[tuple[int, DeadBlockRecord]]:
     """The blocks whose chunks are still to be deleted, fetched page by page."""
     for page in scan_layer(tx, keys.DEAD_BLOCK):
         for key, value in page:
-            yield keys.parse_group(key), DeadBlockRecord.decode(value)
+            yield keys.parse_id(key), DeadBlockRecord.decode(value)
 
 
 def forget_dead_blocks(tx: Transaction, block_ids: Sequence[int]) -> None:

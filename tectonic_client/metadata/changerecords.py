@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Final
 
 from tectonic_client.limits import CHANGE_STRIPES
-from tectonic_client.records import Cursor, Record, unpack_exactly
+from tectonic_client.records import Cursor, Record, unpack_exactly, within
 from tectonic_client.types import Change, ChangeKind
 
 _U16: Final = struct.Struct("<H")
@@ -28,7 +28,9 @@ class ChangeHeadRecord(Record):
 
     @classmethod
     def _from_body(cls, body: memoryview) -> ChangeHeadRecord:
-        return cls(*unpack_exactly(cls._LAYOUT, body))
+        last, trimmed = unpack_exactly(cls._LAYOUT, body)
+        within(2**63, last=last, trimmed=trimmed)
+        return cls(last, trimmed)
 
 
 @dataclass(frozen=True, slots=True)

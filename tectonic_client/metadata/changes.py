@@ -150,7 +150,7 @@ def acknowledge(tx: Transaction, session_id: int, positions: Sequence[int]) -> b
 def read_followers(tx: ReadTransaction) -> dict[int, FollowerRecord]:
     """All followers by session."""
     return {
-        keys.parse_group(key): FollowerRecord.decode(value)
+        keys.parse_id(key): FollowerRecord.decode(value)
         for page in scan_layer(tx, keys.FOLLOWER)
         for key, value in page
     }

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from tectonic_client import extents as arithmetic
+from tectonic_client.errors import CorruptRecord
 from tectonic_client.extents import Extent, OverlayPlan
 from tectonic_client.kv.port import ReadTransaction, Transaction
 from tectonic_client.limits import MAX_FILE_BYTES, SPARSE_FACTOR
@@ -18,7 +19,11 @@ from tectonic_client.records import BlockRecord, ExtentRecord
 
 
 def _decode(key: bytes, value: bytes) -> Extent:
-    return Extent(keys.parse_extent(key), *ExtentRecord.fields(value))
+    offset = keys.parse_extent(key)
+    length, block_id, block_offset = ExtentRecord.fields(value)
+    if not 0 < length <= MAX_FILE_BYTES - offset:
+        raise CorruptRecord(f"an extent of {length} bytes is said to begin at file offset {offset}")
+    return Extent(offset, length, block_id, block_offset)
 
 
 def read_extents(

@@ -2,7 +2,8 @@
 
 A key is `layer u8 | hash u16 | id u64 | rest`, big-endian, so that bytewise order is numeric order.
 The hash of the id spreads the groups (a directory, an inode, a block) over a range-sharded engine
-and keeps each group in one piece. Pure.
+and keeps each group in one piece. What parses a key raises CorruptRecord unless it is one that is
+made here: going by another, a client would look for its record where there is none. Pure.
 """
 
 from __future__ import annotations
@@ -11,8 +12,12 @@ import struct
 from hashlib import blake2b
 from typing import Final
 
+from tectonic_client.errors import CorruptRecord
+from tectonic_client.limits import IDS_PER_LEASE, MAX_XATTR_NAME_BYTES
+
 _GROUP: Final = struct.Struct(">cHQ")
 _U64: Final = struct.Struct(">Q")
+_IN_PART: Final = struct.Struct(">cHQcQ")
 _SIGN_FREE: Final = (1 << 63) - 1
 
 # Layers (first byte of a key).
@@ -98,8 +103,12 @@ def entries_after(directory: int, cookie: int) -> tuple[bytes, bytes]:
 
 
 def parse_entry(key: bytes) -> tuple[int, bytes]:
-    """(cookie, name) of an entry's key."""
-    return _U64.unpack_from(key, _GROUP.size)[0], key[_GROUP.size + 8 :]
+    """(cookie, name) of an entry's key. Raises CorruptRecord."""
+    name = key[_GROUP.size + _U64.size :]
+    cookie = name_hash(name)
+    if key[_GROUP.size : _GROUP.size + _U64.size] != _U64.pack(cookie):
+        raise malformed(key)
+    return cookie, name
 
 
 # --- file layer -------------------------------------------------------------------------------
@@ -137,8 +146,11 @@ def xattrs(inode: int) -> tuple[bytes, bytes]:
 
 
 def parse_xattr(key: bytes) -> bytes:
-    """Name of an extended attribute's key."""
-    return key[_GROUP.size + 1 :]
+    """Name of an extended attribute's key. Raises CorruptRecord."""
+    name = key[_GROUP.size + 1 :]
+    if not 0 < len(name) <= MAX_XATTR_NAME_BYTES or b"\x00" in name:
+        raise malformed(key)
+    return name
 
 
 def extent(inode: int, offset: int) -> bytes:
@@ -153,8 +165,8 @@ def extents(inode: int) -> tuple[bytes, bytes]:
 
 
 def parse_extent(key: bytes) -> int:
-    """File offset of an extent's key."""
-    return int(_U64.unpack_from(key, _GROUP.size + 1)[0])
+    """File offset of an extent's key. Raises CorruptRecord."""
+    return _parse_in_part(key)
 
 
 def quota_member(inode: int) -> bytes:
@@ -194,6 +206,11 @@ def block_owner(block_id: int, inode: int) -> bytes:
     return group(BLOCK, block_id) + BLOCK_OWNER + _U64.pack(inode)
 
 
+def parse_block_owner(key: bytes) -> int:
+    """The inode of an owner's key. Raises CorruptRecord."""
+    return _parse_in_part(key)
+
+
 def block_owners(block_id: int) -> tuple[bytes, bytes]:
     """Range of all owners of a block."""
     prefix = group(BLOCK, block_id) + BLOCK_OWNER
@@ -216,9 +233,36 @@ def tail(inode: int) -> bytes:
 
 
 def parse_group(key: bytes) -> int:
-    """The id that a key is grouped by."""
-    return int(_GROUP.unpack_from(key)[2])
+    """The id that a key is grouped by. Raises CorruptRecord."""
+    if len(key) < _GROUP.size:
+        raise malformed(key)
+    layer, _, group_id = _GROUP.unpack_from(key)
+    if not key.startswith(group(layer, group_id)):
+        raise malformed(key)
+    return int(group_id)
 
+
+def parse_id(key: bytes) -> int:
+    """The id of a key that is nothing else. Raises CorruptRecord."""
+    if len(key) != _GROUP.size:
+        raise malformed(key)
+    return parse_group(key)
+
+
+def _parse_in_part(key: bytes) -> int:
+    """The number behind a group's part; that the key lies in it is known by where it was found."""
+    if len(key) != _IN_PART.size:
+        raise malformed(key)
+    return int(_IN_PART.unpack(key)[4])
+
+
+def malformed(key: bytes) -> CorruptRecord:
+    """What is raised for a key that nobody writes."""
+    return CorruptRecord(f"there is a record under the malformed key {key.hex()}")
+
+
+MAX_LEASE: Final = 2**64 // IDS_PER_LEASE - 2
+"""The last one whose ids, and the id behind them, are numbers of 64 bits."""
 
 # --- sessions ---------------------------------------------------------------------------------
 
@@ -231,6 +275,14 @@ def session(session_id: int) -> bytes:
 def lease(number: int) -> bytes:
     """Key of the record that says which session holds a lease."""
     return group(LEASE, number)
+
+
+def parse_lease(key: bytes) -> int:
+    """The number of a lease's key. Raises CorruptRecord, also where its ids could be no ids."""
+    number = parse_id(key)
+    if number > MAX_LEASE:
+        raise malformed(key)
+    return number
 
 
 # --- change feed ------------------------------------------------------------------------------
@@ -253,8 +305,8 @@ def changes(stripe: int) -> tuple[bytes, bytes]:
 
 
 def parse_change(key: bytes) -> int:
-    """Position of an event's key."""
-    return int(_U64.unpack_from(key, _GROUP.size + 1)[0])
+    """Position of an event's key. Raises CorruptRecord."""
+    return _parse_in_part(key)
 
 
 def follower(session_id: int) -> bytes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from tectonic_client.errors import InvalidArgument, NameTooLong
+from tectonic_client.errors import CorruptRecord, InvalidArgument, NameTooLong
 from tectonic_client.kv.port import ReadTransaction, Transaction
 from tectonic_client.limits import MAX_NAME_BYTES
 from tectonic_client.metadata import keys
@@ -53,7 +53,18 @@ def list_entries(tx: ReadTransaction, directory: int, cookie: int, limit: int) -
     if len(rows) == limit:
         last = keys.parse_entry(rows[-1][0])[0]
         rows += tx.scan(rows[-1][0] + b"\x00", keys.entries_after(directory, last)[0])
-    return [Entry(*keys.parse_entry(key), DirentRecord.decode(value)) for key, value in rows]
+    return [_decode(key, value) for key, value in rows]
+
+
+def _decode(key: bytes, value: bytes) -> Entry:
+    cookie, name = keys.parse_entry(key)
+    try:
+        check_name(name)
+    except (InvalidArgument, NameTooLong) as error:
+        raise CorruptRecord(
+            f"a directory has an entry that nobody can have made: {error}"
+        ) from error
+    return Entry(cookie, name, DirentRecord.decode(value))
 
 
 def is_empty(tx: ReadTransaction, directory: int) -> bool:

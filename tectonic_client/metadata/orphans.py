@@ -34,7 +34,7 @@ def write_orphan(tx: Transaction, inode: int, session_id: int) -> None:
 
 def is_last_name(record: InodeRecord) -> bool:
     """Whether losing a name leaves the inode without any."""
-    return record.is_directory or record.nlink == 1
+    return record.is_directory or record.nlink <= 1
 
 
 def erase(tx: Transaction, inode: int, record: InodeRecord) -> bool:
@@ -59,7 +59,7 @@ def drop_name(
     tx: Transaction, inode: int, record: InodeRecord, session_id: int, now_ns: int
 ) -> InodeRecord:
     """The inode lost a name (a directory its only one); without links it is an orphan now."""
-    nlink = 0 if record.is_directory else record.nlink - 1
+    nlink = 0 if record.is_directory else max(record.nlink - 1, 0)
     record = replace(record, nlink=nlink, ctime_ns=now_ns)
     write_inode(tx, inode, record)
     if nlink == 0:

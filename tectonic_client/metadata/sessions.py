@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from tectonic_client.errors import SessionLost
+from tectonic_client.errors import CorruptRecord, SessionLost
 from tectonic_client.kv.port import ReadTransaction, Transaction
 from tectonic_client.limits import IDS_PER_LEASE, SCAN_PAGE_ROWS, SESSION_EXPIRY_S
 from tectonic_client.metadata import keys
@@ -178,7 +178,7 @@ def _is_hidden(pid: int) -> bool:
 def _all_sessions(tx: ReadTransaction) -> Iterator[tuple[int, SessionRecord]]:
     for page in scan_layer(tx, keys.SESSION):
         for key, value in page:
-            yield keys.parse_group(key), SessionRecord.decode(value)
+            yield keys.parse_id(key), SessionRecord.decode(value)
 
 
 def list_sessions(tx: ReadTransaction) -> list[tuple[int, SessionRecord]]:
@@ -251,6 +251,8 @@ def claim_cleaning(tx: Transaction, interval_s: float) -> float:
 def _next_number(tx: Transaction) -> int:
     data = tx.get(keys.NEXT_LEASE)
     number = 1 if data is None else CounterRecord.decode(data).value
+    if not 0 < number <= keys.MAX_LEASE:
+        raise CorruptRecord(f"{number} cannot be the number of the next lease")
     tx.put(keys.NEXT_LEASE, CounterRecord(number + 1).encode())
     return number
 
@@ -274,7 +276,7 @@ def abandoned_leases(tx: ReadTransaction) -> list[int]:
     for page in scan_layer(tx, keys.LEASE):
         holders = [CounterRecord.decode(value).value for _, value in page]
         rows = zip(page, read_sessions(tx, holders), strict=True)
-        found += [keys.parse_group(key) for (key, _), session in rows if session is None]
+        found += [keys.parse_lease(key) for (key, _), session in rows if session is None]
         if len(found) >= SCAN_PAGE_ROWS:
             break
     return found

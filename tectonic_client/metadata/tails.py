@@ -127,4 +127,4 @@ def forget(tx: Transaction, inode: int, record: InodeRecord) -> None:
 def unreclaimed(tx: ReadTransaction) -> list[int]:
     """Inodes that have a tail, at most a page of them."""
     page = next(scan_layer(tx, keys.TAIL), [])
-    return [keys.parse_group(key) for key, _ in page]
+    return [keys.parse_id(key) for key, _ in page]

@@ -136,7 +136,7 @@ class Cleaner:
         """At most a page of them."""
         found: list[int] = []
         for page in scan_layer(tx, keys.ORPHAN):
-            holders = {keys.parse_group(key): OrphanRecord.decode(row).session for key, row in page}
+            holders = {keys.parse_id(key): OrphanRecord.decode(row).session for key, row in page}
             living = sessions.living(tx, {*holders.values()})
             for inode, holder in holders.items():
                 if holder == self._session_id:
