@@ -20,7 +20,12 @@ PATIENCE_S = 10.0
 """A daemon gives up its locks, which its owner waits for, shortly before it is gone."""
 
 _OF_PYTHON = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
-"""Helpers that multiprocessing keeps until the interpreter ends."""
+"""Helpers that multiprocessing keeps until the interpreter ends: children of the test run. What the
+second one forks bears its name."""
+
+
+_PARENT, _STARTED = 1, 19
+"""Of `_stat_fields`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +42,24 @@ class _Process:
             return ""
         return line.replace(b"\0", b" ").decode(errors="replace").strip()
 
+    @property
+    def is_of_python(self) -> bool:
+        """Whether it is a helper of this interpreter."""
+        fields = _stat_fields(self.pid)
+        return (
+            bool(fields)
+            and int(fields[_PARENT]) == os.getpid()
+            and any(name in self.command for name in _OF_PYTHON)
+        )
+
 
 class Leftovers:
     """Watch over one test run."""
 
     def __init__(self, patience_s: float = PATIENCE_S) -> None:
         self._patience_s = patience_s
-        self._token = secrets.token_hex(8)
+        # Begins with that of the run that this one is part of, which looks after it, too.
+        self._token = os.environ.get(VARIABLE, "") + "." + secrets.token_hex(8)
         os.environ[VARIABLE] = self._token
         self._known_pids = _all_pids()
         self.directories: list[Path] = []
@@ -72,7 +88,7 @@ class Leftovers:
         self.note("the last test")
         lines = []
         for process, test in self._processes.items():
-            if any(name in process.command for name in _OF_PYTHON):
+            if process.is_of_python:
                 continue
             if not _ends(process, self._patience_s):
                 lines.append(f"process {process.pid} ({process.command}), started in {test}")
@@ -84,20 +100,28 @@ class Leftovers:
 
     def _inspect(self, pid: int, environment: bytes) -> _Process | None:
         """The process, if it is ours."""
-        try:
-            # The command's name, in parentheses, may itself hold spaces and parentheses.
-            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            return None  # Gone, or of another user.
+        fields = _stat_fields(pid)
+        if not fields:
+            return None
         word = f"{VARIABLE}={self._token}".encode()
-        ours = word in environment.split(b"\0") or int(fields[1]) == os.getpid()
+        ours = any(found.startswith(word) for found in environment.split(b"\0"))
+        ours = ours or int(fields[_PARENT]) == os.getpid()
         if not ours:
             return None
-        return _Process(pid, fields[19])
+        return _Process(pid, fields[_STARTED])
 
 
 def _all_pids() -> set[int]:
     return {int(name) for name in os.listdir("/proc") if name.isdigit()}
+
+
+def _stat_fields(pid: int) -> list[str]:
+    """What follows the command's name in its `stat` (proc(5)); empty where there is no process."""
+    try:
+        # The name, in parentheses, may itself hold spaces and parentheses.
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []  # Gone, or of another user.
 
 
 def _environment(pid: int) -> bytes:
@@ -114,8 +138,8 @@ def _ends(process: _Process, patience_s: float) -> bool:
     except ProcessLookupError:
         return True
     try:
-        fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
-        if fields[19] != process.started:
+        fields = _stat_fields(process.pid)
+        if not fields or fields[_STARTED] != process.started:
             return True
         poll = select.poll()
         poll.register(descriptor, select.POLLIN)

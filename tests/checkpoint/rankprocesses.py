@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import sys
@@ -19,6 +18,7 @@ from tectonic_client.blocks.writer import BlockWriter
 from tectonic_client.checkpoint import CheckpointManager
 from tectonic_client.checkpoint.saving import _Driver
 from tectonic_client.errors import TectonicError
+from tests.processes import processes
 
 DIRECTORY = "/runs/test"
 TIMEOUT_S = 60.0
@@ -165,12 +165,11 @@ class Ranks:
     """The processes of one job, or of several at once."""
 
     def __init__(self, ranks: Sequence[tuple[Job, int, Kill | None]]) -> None:
-        context = multiprocessing.get_context("spawn")
         self.pipes: list[Connection] = []
         self.processes = []
         for job, rank, kill in ranks:
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_rank, args=(theirs, job, rank, kill), daemon=True)
+            ours, theirs = processes.Pipe()
+            process = processes.Process(target=_rank, args=(theirs, job, rank, kill), daemon=True)
             process.start()
             theirs.close()
             self.pipes.append(ours)

@@ -6,25 +6,20 @@ import os
 import select
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from fusefs import registry
 from fusefs.mounttable import find_mount
+from tests.processes import TIMEOUT_S, run_command
 
 COMMAND = "from tectonic_client.cli.main import main; main()"
-
-TIMEOUT_S = 120.0
 
 
 def tectonicfs(*arguments: str | Path, check: bool = True) -> subprocess.CompletedProcess[str]:
     """Run the command; with `check` it must succeed."""
-    result = subprocess.run(
-        [sys.executable, "-c", COMMAND, *map(str, arguments)],
-        capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
-    )  # fmt: skip
+    result = run_command(*arguments)
     assert not check or result.returncode == 0, result.stderr
     return result
 

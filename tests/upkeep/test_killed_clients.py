@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import multiprocessing
 import os
 import random
 import signal
@@ -20,15 +19,13 @@ from tectonic_client.types import ROOT_INODE
 from tectonic_client.volume import open_volume
 from tests.filesystem.faultrig import load_tree, new_volume, store_file
 from tests.leaks import assert_no_leaks, clean
+from tests.processes import processes
 from tests.upkeep.victim_process import (
     Files,
     run_fixed_program,
     run_of_another_host,
     run_until_killed,
 )
-
-_processes = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload(["tests.upkeep.victim_process"])
 
 MAX_STEPS = 200
 """More steps than the fixed program has."""
@@ -68,9 +65,9 @@ class Victim:
     """A process and what its tasks said."""
 
     def __init__(self, program: Callable[..., None], *arguments: object) -> None:
-        self.pipe, theirs = _processes.Pipe()
+        self.pipe, theirs = processes.Pipe()
         url, *rest = arguments
-        self.process = _processes.Process(target=program, args=(url, theirs, *rest))
+        self.process = processes.Process(target=program, args=(url, theirs, *rest))
         self.process.start()
         theirs.close()
         self.tasks: defaultdict[bytes, Said] = defaultdict(Said)
