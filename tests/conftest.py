@@ -6,17 +6,24 @@ import os
 import random
 import tempfile
 from collections.abc import Generator, Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
 
 from tests.leftovers import Leftovers
 from tests.postgres import postgres_server
+from tests.turntaking import turn
 
 __all__ = ["postgres_server"]
 
 _SEED = int(os.environ.get("TECTONICFS_SEED") or random.SystemRandom().randrange(2**32))
+os.environ["TECTONICFS_SEED"] = str(_SEED)  # for the worker processes of this run
+
+# Hundreds of processes are started: each would compile all modules anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # The same examples on each run, so that a change is judged by what it changes; `stress` explores.
 settings.register_profile("ci", deadline=None, derandomize=True, database=None, max_examples=50)
@@ -24,11 +31,14 @@ settings.register_profile("stress", deadline=None, max_examples=500, print_blob=
 settings.load_profile("ci")
 
 _leftovers = pytest.StashKey[Leftovers]()
+_of_workers = pytest.StashKey[list[str]]()
+_REMAINING = "left behind"
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Start the watch before the first fixture starts anything."""
     config.stash[_leftovers] = Leftovers()
+    config.stash[_of_workers] = []
 
 
 def pytest_report_header() -> str:
@@ -62,11 +72,13 @@ def _why_no_fuse() -> str | None:
 # --- nothing stays behind ---------------------------------------------------------------------
 
 
-@pytest.hookimpl(wrapper=True)
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # waiting for a turn is not the test's time
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     """Remember after which test a process or mount was first seen."""
-    outcome = yield
-    item.config.stash[_leftovers].note(item.nodeid)
+    alone = item.get_closest_marker("alone") is not None
+    with turn(alone=alone) if _is_worker(item.config) else nullcontext():
+        outcome = yield
+        item.config.stash[_leftovers].note(item.nodeid)
     return outcome
 
 
@@ -74,12 +86,28 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """After the last fixture is torn down no process and no mount of ours may be left."""
     remaining = session.config.stash[_leftovers].clear()
+    if _is_worker(session.config):
+        session.config.workeroutput[_REMAINING] = remaining  # type: ignore[attr-defined]
+        return
+    remaining = [*remaining, *session.config.stash[_of_workers]]
     if remaining:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
         reporter = session.config.pluginmanager.get_plugin("terminalreporter")
         assert reporter is not None
         for line in remaining:
             reporter.write_line(f"left behind: {line}", red=True)
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_testnodedown(node: Any) -> None:
+    """What a worker process of this run has to tell at its end."""
+    told = getattr(node, "workeroutput", {})
+    node.config.stash[_of_workers].extend(told.get(_REMAINING, ()))
+
+
+def _is_worker(config: pytest.Config) -> bool:
+    """Whether this is one of several processes that run the tests (pytest-xdist)."""
+    return hasattr(config, "workerinput")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import select
 import subprocess
+import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 from tests.leftovers import VARIABLE, Leftovers
+from tests.turntaking import turn
 
 RUN = Path(__file__).parents[1] / "run"
 
@@ -65,3 +69,64 @@ def test_what_ends_in_time_is_not_left_behind(monkeypatch: pytest.MonkeyPatch) -
     watch = Leftovers()
     with subprocess.Popen(["sleep", "0.5"]):
         assert watch.clear() == []
+
+
+# --- several processes ------------------------------------------------------------------------
+
+
+def test_a_run_in_several_processes_fails_for_what_one_leaves_behind(tmp_path: Path) -> None:
+    """What a worker process of pytest-xdist finds at its end is shown, named, and an error."""
+    (tmp_path / "conftest.py").write_text(
+        "import contextlib, functools\nfrom tests import conftest\n"
+        "conftest.Leftovers = functools.partial(conftest.Leftovers, patience_s=0.1)\n"
+        "conftest.turn = lambda alone: contextlib.nullcontext()  # it is in this test's\n"
+    )
+    (tmp_path / "test_it.py").write_text(
+        "import subprocess\n"
+        "def test_that_leaves():\n"
+        "    subprocess.run(['sh', '-c', 'setsid sleep 123 >/dev/null 2>&1 &'], check=True)\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-n", "1", "-p", "tests.conftest", "-c", "/dev/null"]
+    done = subprocess.run(
+        [*command, "--rootdir", tmp_path, "-p", "no:cacheprovider", tmp_path],
+        capture_output=True, text=True, check=False, timeout=60, cwd=RUN.parent,
+    )  # fmt: skip
+    assert "1 passed" in done.stdout, done.stdout + done.stderr
+    assert re.search(r"left behind: process \d+ \(sleep 123\), started in test_it", done.stdout)
+    assert done.returncode == 1
+
+
+def test_who_waits_for_the_whole_room_is_not_overtaken(tmp_path: Path) -> None:
+    """A test that is to run alone waits for those that run, and those that come later for it."""
+    gate, room = tmp_path / "gate", tmp_path / "room"
+    gate.touch()
+    room.touch()
+    seen: list[str] = []
+
+    def enter(name: str, alone: bool) -> None:
+        with turn(alone=alone, room=room, gate=gate):
+            seen.append(f"{name} in")
+            seen.append(f"{name} out")
+
+    whole = threading.Thread(target=enter, args=("whole", True))
+    later = threading.Thread(target=enter, args=("later", False))
+    with turn(alone=False, room=room, gate=gate):
+        enter("beside", False)
+        whole.start()
+        while _is_free(gate):
+            os.sched_yield()
+        later.start()
+        seen.append("first out")
+    whole.join(20)
+    later.join(20)
+    assert seen[:5] == ["beside in", "beside out", "first out", "whole in", "whole out"]
+    assert seen[5:] == ["later in", "later out"]
+
+
+def _is_free(path: Path) -> bool:
+    with path.open() as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+    return True

@@ -168,6 +168,7 @@ def _served_while_stopped(mount: MountedVolume, directory: Path) -> bool:
         os.kill(mount.pid, signal.SIGCONT)
 
 
+@pytest.mark.alone  # measures time
 def test_two_mounts_that_change_one_directory_do_not_wait_for_each_other(
     ours: tuple[Path, Path],
 ) -> None:
@@ -193,6 +194,7 @@ def test_two_mounts_that_change_one_directory_do_not_wait_for_each_other(
 # --- followers that do not answer -------------------------------------------------------------
 
 
+@pytest.mark.alone  # measures time
 def test_a_frozen_mount_delays_one_change_and_serves_nothing_stale(
     pair: Pair, request: pytest.FixtureRequest
 ) -> None:
@@ -220,6 +222,7 @@ def test_a_frozen_mount_delays_one_change_and_serves_nothing_stale(
     assert (there / "f").read_text() == "newest"
 
 
+@pytest.mark.alone  # measures time
 def test_a_killed_mount_delays_nobody(pair: Pair, request: pytest.FixtureRequest) -> None:
     """A daemon that is gone is not waited for."""
     here, there = _directories(pair, PUSH, request.node.name)

@@ -20,6 +20,7 @@ from tests.fusefs.mounts import COMMAND, TIMEOUT_S, tectonicfs
 DOCS = Path(__file__).parents[2] / "docs" / "mounting.md"
 
 HELPER = Path("/sbin/mount.tectonicfs")
+"""There is one, so those who put it there run alone."""
 
 
 @pytest.fixture
@@ -69,6 +70,7 @@ def _unmount_and_wait(place: Path) -> str | None:
 
 
 @pytest.mark.fuse
+@pytest.mark.alone
 @pytest.mark.usefixtures("helper")
 def test_mount8_mounts_and_plain_umount_flushes(volume: str, place: Path, tmp_path: Path) -> None:
     """`mount -t tectonicfs` with options works, the kernel's among them; plain `umount` ends the
@@ -86,6 +88,7 @@ def test_mount8_mounts_and_plain_umount_flushes(volume: str, place: Path, tmp_pa
 
 
 @pytest.mark.fuse
+@pytest.mark.alone
 @pytest.mark.usefixtures("helper")
 def test_a_line_of_fstab_is_mounted_once(volume: str, place: Path, tmp_path: Path) -> None:
     """`mount -a` mounts what its line names, with options for others; again, it does nothing."""
@@ -102,6 +105,7 @@ def test_a_line_of_fstab_is_mounted_once(volume: str, place: Path, tmp_path: Pat
 
 
 @pytest.mark.fuse
+@pytest.mark.alone
 @pytest.mark.usefixtures("helper")
 def test_exit_codes_are_those_of_mount8(volume: str, place: Path, tmp_path: Path) -> None:
     """A bad option is 1, a failed mount 32, each with its line; -f only checks; -s passes over."""
@@ -119,6 +123,7 @@ def test_exit_codes_are_those_of_mount8(volume: str, place: Path, tmp_path: Path
 
 
 @pytest.mark.fuse
+@pytest.mark.alone
 @pytest.mark.usefixtures("helper")
 def test_remount_says_what_to_do_instead(volume: str, place: Path, tmp_path: Path) -> None:
     """`-o remount` is refused in one line and changes nothing; a bind remount is the kernel's."""

@@ -18,7 +18,8 @@ import pytest
 from tests.fusefs.mounts import COMMAND, TIMEOUT_S
 from tests.fusefs.test_fstab import HELPER
 
-pytestmark = [pytest.mark.fuse, pytest.mark.usefixtures("fuse")]
+# Alone: there is one /sbin.
+pytestmark = [pytest.mark.fuse, pytest.mark.alone, pytest.mark.usefixtures("fuse")]
 
 _PROLOGUE = """
 set -eu

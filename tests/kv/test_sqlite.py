@@ -562,6 +562,7 @@ def test_brief_of_many_threads_and_clients(path: str) -> None:
         kv.close()
 
 
+@pytest.mark.alone  # the device is to keep up
 def test_log_stays_small_under_brief_ones(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The caller leaves a checkpoint that is due to the writer's thread, and lets it come."""
     monkeypatch.setattr(sqlite_writer, "SQLITE_WAL_PAGES", 20)
@@ -579,6 +580,7 @@ def test_log_stays_small_under_brief_ones(path: str, monkeypatch: pytest.MonkeyP
 # --- checkpoints ------------------------------------------------------------------------------
 
 
+@pytest.mark.alone  # the device is to keep up
 def test_log_stays_small(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steady writes of two clients do not let the log grow; closing the last removes it."""
     monkeypatch.setattr(sqlite_writer, "SQLITE_WAL_PAGES", 20)
