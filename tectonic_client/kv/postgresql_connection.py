@@ -71,6 +71,27 @@ _CONNECT_MESSAGES: Final[tuple[tuple[str, type[TectonicError]], ...]] = (
 """libpq gives no SQLSTATE for a connection that failed; in other languages than English these
 fall back to MetadataUnavailable, with the server's message."""
 
+_ADVICE: Final[tuple[tuple[str, str], ...]] = (
+    (r'Connection refused|/\.s\.PGSQL\.\d+" failed: No such file', "is the server running there?"),
+    (
+        r"no password supplied",
+        "put it into ~/.pgpass (HOST:PORT:DATABASE:USER:PASSWORD; chmod 600 ~/.pgpass)",
+    ),
+    (r"password authentication failed", "it is taken from the URL, PGPASSWORD or ~/.pgpass"),
+    (r'database ".*" does not exist', "first run createdb, or ask whoever runs the server"),
+    (
+        r"permission denied for database",
+        "its owner gives it: GRANT CONNECT, CREATE ON DATABASE ... TO ... (CREATE for format only)",
+    ),
+    (
+        r"permission denied for (schema|table)",
+        "be the user who formatted the volume, or let that one grant what docs/mounting.md says",
+    ),
+)
+"""What to do about what the server or libpq says. In other languages than English: nothing."""
+
+_LIBPQ_NOISE: Final = r"^connection (failed|is bad): |\s*Is the server running .*\?$"
+
 
 @dataclass(frozen=True, slots=True)
 class Database:
@@ -93,7 +114,7 @@ class Database:
         """The error of this package for one of psycopg."""
         state = error.sqlstate or ""
         own = _SQLSTATES.get(state) or _SQLSTATES.get(state[:2]) or MetadataRefused
-        return own(f"{self.name}: {_one_line(error)}")
+        return own(f"{self.name}: {_in_one_line(error)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,15 +203,19 @@ def _configure(connection: psycopg.Connection[Any], deadline_s: float) -> None:
 def _connect_error(database: Database, error: psycopg.Error) -> TectonicError:
     if error.sqlstate is not None:
         return database.error(error)
-    message = _one_line(error)
+    message = _in_one_line(error)
     for pattern, own in _CONNECT_MESSAGES:
         if re.search(pattern, message):
             return own(f"{database.name}: {message}")
     return MetadataUnavailable(f"{database.name}: {message}")
 
 
-def _one_line(error: psycopg.Error) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+def _in_one_line(error: psycopg.Error) -> str:
+    """What is the matter, without the statement that met it, and what to do where that is known."""
+    whole = " ".join((error.diag.message_primary or str(error)).split())
+    message = re.sub(_LIBPQ_NOISE, "", whole) or type(error).__name__
+    advice = next((advice for pattern, advice in _ADVICE if re.search(pattern, message)), None)
+    return message if advice is None else f"{message}: {advice}"
 
 
 # --- the table --------------------------------------------------------------------------------

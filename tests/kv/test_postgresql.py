@@ -17,6 +17,7 @@ from tectonic_client.errors import (
     BadURL,
     MetadataRefused,
     MetadataUnavailable,
+    ReadOnly,
     TectonicError,
     TransactionConflict,
     TransientError,
@@ -120,14 +121,29 @@ def test_schema_name_is_quoted(postgres_server: PostgresServer) -> None:
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [
-        (lambda server: server.url(password="wrong"), BadURL, "authentication failed"),
-        (lambda server: server.url(database="nowhere"), VolumeNotFound, "nowhere"),
+        (lambda server: server.url(password="wrong"), BadURL, r"authentication failed.*\.pgpass"),
+        (lambda server: _no_password(server), BadURL, r"no password supplied: .*\.pgpass"),
+        (lambda server: server.url(database="nowhere"), VolumeNotFound, '"nowhere".*createdb'),
+        (
+            lambda server: server.socket_url().replace("/postgres?", "/nowhere?"),
+            VolumeNotFound,
+            '"nowhere" does not exist: first run createdb',
+        ),
+        (
+            lambda server: "postgresql://u@/db?host=/nowhere",
+            MetadataUnavailable,
+            "No such file or directory: is the server running there",
+        ),
         (lambda server: server.fresh_url(), VolumeNotFound, "no volume at"),
         (lambda server: server.url() + "?schema=" + "x" * 64, BadURL, "63"),
         (lambda server: server.url() + "?schema=", BadURL, "schema"),
         (lambda server: server.url() + "?no_such_setting=1", BadURL, "not a PostgreSQL URL"),
         (lambda server: "postgresql://u:p%zz@host/db", BadURL, "not a PostgreSQL URL"),
-        (lambda server: "postgresql://u:pw@127.0.0.1:1/db", MetadataUnavailable, "refused"),
+        (
+            lambda server: "postgresql://u:pw@127.0.0.1:1/db",
+            MetadataUnavailable,
+            r"failed: Connection refused: is the server running there\?$",
+        ),
     ],
 )
 def test_bad_urls(
@@ -144,6 +160,37 @@ def test_bad_urls(
     assert "\n" not in message
     for secret in (PASSWORD, "p%40ss", "wrong", "p%zz", ":pw@"):
         assert secret not in message
+
+
+def _no_password(server: PostgresServer) -> str:
+    return server.url().replace(f":{server.url().split(':')[2].split('@')[0]}@", "@")
+
+
+def test_rights_that_are_missing_are_named(postgres_server: PostgresServer) -> None:
+    """Each right that a user lacks is one line that says how to get it; with what docs/mounting.md
+    grants, the volume can be used, though not formatted."""
+    owner = postgres_server.fresh_url()
+    schema = owner.partition("schema=")[2]
+    with psycopg.connect(postgres_server.url(), autocommit=True) as admin:
+        admin.execute("CREATE ROLE weak LOGIN PASSWORD 'weak'")
+        weak = owner.replace(postgres_server.url(), _as_user(postgres_server, "weak", "weak"))
+        with pytest.raises(ReadOnly, match=r"permission denied for database .*: .*GRANT CONNECT"):
+            open_kv(weak, create=True)
+        open_kv(owner, create=True).close()
+        for grant in (
+            f"GRANT USAGE ON SCHEMA {schema} TO weak",
+            f"GRANT SELECT, INSERT, UPDATE, DELETE ON ALL TABLES IN SCHEMA {schema} TO weak",
+        ):
+            with pytest.raises(ReadOnly, match=r"denied for (schema|table) \w+: .*mounting\.md"):
+                open_kv(weak)
+            admin.execute(grant.encode())
+        kv = open_kv(weak)
+        kv.transact(increment, durable=True)
+        kv.close()
+
+
+def _as_user(server: PostgresServer, user: str, password: str) -> str:
+    return f"postgresql://{user}:{password}@{server.url().rpartition('@')[2]}"
 
 
 def test_concurrent_creation(postgres_server: PostgresServer) -> None:
