@@ -71,7 +71,10 @@ def mount_point(directory: str) -> str:
     """Normalised path of a directory that may be a mount whose daemon is dead or hangs.
 
     Nothing is asked of the directory itself unless its path, taken literally, is no mount.
+    Raises MountError for "", which an unset variable of a script leaves.
     """
+    if not directory:
+        raise MountError("the directory is named '': give its path")
     parent, name = os.path.split(os.path.abspath(directory))
     literal = os.path.join(os.path.realpath(parent), name)
     return literal if find_mount(literal) else os.path.realpath(literal)

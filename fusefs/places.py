@@ -24,17 +24,28 @@ def locate(path: str) -> Place:
     Raises MountError where it lies in no volume that is mounted here, or the volume's URL would
     need a password, which nobody keeps.
     """
+    if not path:
+        raise MountError("a path is '': give the path below a mount")
     parent, name = os.path.split(os.path.abspath(path))
     real = os.path.normpath(os.path.join(os.path.realpath(parent), name))
     mount = _mount_of(real)
     if mount is None or mount.fstype != FSTYPE:
-        raise MountError(f"{path} is not in a mounted volume: name the volume with --volume")
+        raise MountError(
+            f"{path} is not below a mount of tectonicfs: give two paths below one mount, or with"
+            " --volume META_URL two paths in that volume"
+        )
     with registry.living_daemon(mount.directory, mount.user_id) as daemon:
         url = None if daemon is None else daemon.state.volume
     if url is None:
-        raise MountError(f"the daemon of {mount.directory} is gone: name the volume with --volume")
+        raise MountError(
+            f"{mount.directory} is a stale mount whose daemon is gone: run tectonicfs umount"
+            f" {mount.directory} and mount it again"
+        )
     if "***" in url:
-        raise MountError(f"{url} needs its password: name the volume with --volume")
+        raise MountError(
+            f"the mount on {mount.directory} does not tell the password of {url}: put it into"
+            " ~/.pgpass and mount without it, or give --volume META_URL and two paths in the volume"
+        )
     return Place(url, "/" + real[len(mount.directory) :].lstrip("/"))
 
 

@@ -6,10 +6,9 @@ import time
 import uuid
 
 import click
-from rich.console import Console
 from rich.table import Table
 
-from tectonic_client.cli.parameters import Compression, Size, format_size, print_json
+from tectonic_client.cli.parameters import Compression, Size, format_size, plain_console, print_json
 from tectonic_client.limits import DEFAULT_BLOCK_BYTES, DEFAULT_CHUNK_BYTES
 from tectonic_client.metadata.sessions import describe
 from tectonic_client.records import Codec
@@ -115,7 +114,7 @@ def _as_dict(found: VolumeStatus) -> dict[str, object]:
 
 
 def _print_tables(found: VolumeStatus) -> None:
-    volume, console = found.volume, Console()
+    volume, console = found.volume, plain_console()
     facts = Table.grid(padding=(0, 2))
     created = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(volume.created_ns / 1e9))
     for label, value in (
@@ -129,7 +128,9 @@ def _print_tables(found: VolumeStatus) -> None:
     ):
         facts.add_row(label, value)
     console.print(facts)
-    stores = Table("store", "state", "free", "size", "url", "problem", box=None, padding=(0, 2))
+    stores = Table("store", "state", "free", "size", box=None, padding=(0, 2))
+    for text in ("url", "problem"):  # whole: who reads them wants to go there
+        stores.add_column(text, overflow="fold")
     for store in found.stores:
         stores.add_row(
             str(store.record.store_id), store.record.state.name.lower(),
@@ -139,4 +140,4 @@ def _print_tables(found: VolumeStatus) -> None:
     console.print(stores)
     for session in found.sessions:
         age = time.time() - session.heartbeat_ns / 1e9
-        console.print(f"client {describe(session)}, last seen {age:.0f} s ago", highlight=False)
+        console.print(f"client {describe(session)}, last seen {age:.0f} s ago")

@@ -388,7 +388,7 @@ def forbid_inside(tx: ReadTransaction, directory: int, ancestor: int) -> None:
     """Raise InvalidArgument when `directory` lies in `ancestor`: no directory inside itself."""
     for _ in range(MAX_PATH_DEPTH):
         if directory == ancestor:
-            raise InvalidArgument("a directory cannot be moved into itself")
+            raise InvalidArgument("a directory cannot be moved or cloned into itself")
         if directory == ROOT_INODE:
             return
         directory = read_directory(tx, directory).parent

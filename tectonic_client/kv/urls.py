@@ -7,8 +7,8 @@ from urllib.parse import unquote
 
 
 def absolute_url(url: str) -> str:
-    """`url` with the working directory in it, where it is a relative path."""
-    return url if "://" in url else os.path.abspath(url)
+    """`url` with the working directory in it, where it is a relative path. "" names nothing."""
+    return url if "://" in url or not url else os.path.abspath(url)
 
 
 def display_url(url: str) -> str:

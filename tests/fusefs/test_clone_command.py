@@ -53,9 +53,12 @@ def test_what_is_refused(tmp_path: Path) -> None:
         ):
             line = refused("clone", source if missing == target.parent else missing, target)
             assert f"{missing}: no such file or directory" in line
-        assert "not in a mounted volume" in refused("clone", source, tmp_path / "copy")
+        line = refused("clone", source, tmp_path / "copy")
+        assert f"{tmp_path / 'copy'} is not below a mount" in line
+        assert "--volume META_URL" in line
+        assert "''" in refused("clone", source, "")
         assert "two volumes" in refused("clone", source, two.path / "copy")
-        assert "itself" in refused("clone", source, source / "copy")
+        assert "cloned into itself" in refused("clone", source, source / "copy")
         assert os.listdir(one.path) == ["source"]
 
 

@@ -316,6 +316,20 @@ def test_bad_options(volume: str, tmp_path: Path) -> None:
     assert not _is_mounted(directory)
 
 
+@pytest.mark.parametrize(
+    "arguments", [("mount", "", "."), ("umount", ""), ("stats", ""), ("log-level", "", "debug")]
+)
+def test_the_empty_name_is_not_the_working_directory(
+    arguments: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An unset variable of a script names nothing: the line says so, not what is wrong with `.`."""
+    monkeypatch.chdir(tmp_path)
+    line = refused(*arguments)
+    assert "''" in line
+    assert str(tmp_path) not in line
+    assert "'': give its path" in refused("mount", tmp_path / "meta.db", "")
+
+
 def test_umount_of_what_is_no_mount_of_ours(tmp_path: Path) -> None:
     """A plain directory and another file system's mount are refused."""
     assert "is not mounted" in refused("umount", tmp_path)

@@ -81,6 +81,13 @@ def test_what_is_formatted_is_what_status_shows(tmp_path: Path) -> None:
     assert len(shown["stores"]) == 2
 
 
+def test_status_shows_whole_paths(tmp_path: Path) -> None:
+    """However long the path of a store is, it can be copied from a pipe."""
+    url, store = tmp_path / "meta.db", tmp_path / ("s" * 200)
+    format_volume(str(url), _options(tmp_path, stores=(str(store),)))
+    assert str(store) in _tectonicfs("status", url).stdout
+
+
 def test_formatting_over_a_volume_needs_force(tmp_path: Path) -> None:
     """Without --force the old volume is untouched; with it the new one is empty."""
     url = str(tmp_path / "meta.db")
