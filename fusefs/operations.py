@@ -54,6 +54,8 @@ _CANCELLED: Final = errno.EINTR
 _PERMISSIONS: Final = 0o777
 """What umask= decides on."""
 
+_TRUSTED: Final = b"trusted."
+
 _DOTS: Final = ((1, b"."), (2, b".."))
 """Cookies and names of the two entries that a file system does not list itself; the cookies of
 its own entries are greater."""
@@ -283,8 +285,9 @@ class FuseOperations(pyfuse3.Operations):  # type: ignore[misc]  # pyfuse3 publi
         return await self._fs.getxattr(inode, name)
 
     async def listxattr(self, inode: int, ctx: pyfuse3.RequestContext) -> list[bytes]:
-        """As listxattr(2)."""
-        return await self._fs.listxattr(inode)
+        """As listxattr(2). The kernel lets root alone do anything else with a `trusted.` one."""
+        names = await self._fs.listxattr(inode)
+        return [name for name in names if not ctx.uid or not name.startswith(_TRUSTED)]
 
     async def setxattr(
         self, inode: int, name: bytes, value: bytes, ctx: pyfuse3.RequestContext
@@ -358,8 +361,9 @@ class FuseOperations(pyfuse3.Operations):  # type: ignore[misc]  # pyfuse3 publi
     async def write(self, fh: int, off: int, buf: bytes) -> int:
         """Write all of `buf`.
 
-        What goes around the page cache may have to clear set-user-ID bits, which is left to us,
-        whoever writes: the request does not tell. The kernel must not show them a moment longer.
+        What goes around the page cache may have to clear set-user-ID bits and capabilities, which
+        is left to us, whoever writes: the request does not tell. The kernel must not show them a
+        moment longer.
         """
         if fh in self._direct and (inode := await self._fs.clear_privileges(fh)) is not None:
             with suppress(FileNotFoundError):

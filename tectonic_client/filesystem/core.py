@@ -33,7 +33,12 @@ from tectonic_client.filesystem.cloning import Cloner, CloneReport
 from tectonic_client.filesystem.files import Files
 from tectonic_client.filesystem.follower import Follower
 from tectonic_client.filesystem.namespace import Actor, Found, Place
-from tectonic_client.filesystem.openinode import DirectoryHandle, FileHandle, HandleTable
+from tectonic_client.filesystem.openinode import (
+    DirectoryHandle,
+    FileHandle,
+    HandleTable,
+    OpenInode,
+)
 from tectonic_client.filesystem.paths import path_of, resolve
 from tectonic_client.filesystem.quotagate import QuotaGate
 from tectonic_client.filesystem.services import Bytes, FileServices
@@ -50,6 +55,7 @@ from tectonic_client.metadata.inodes import (
 )
 from tectonic_client.metadata.orphans import find_removed, take_over
 from tectonic_client.metadata.sessions import is_alone
+from tectonic_client.metadata.xattrs import CAPABILITY
 from tectonic_client.records import InodeFlag, InodeRecord
 from tectonic_client.types import (
     AttributeChanges,
@@ -345,16 +351,32 @@ class FileSystem:
         return self._overlay(attributes)
 
     async def clear_privileges(self, handle: int) -> int | None:
-        """Before a write: take the set-user-ID and set-group-ID bits off the file (write(2)).
+        """Before a write: take set-user-ID, set-group-ID and capabilities off the file (write(2)).
 
-        For doors whose kernel does not do it. Returns the inode if it had them.
+        For doors whose kernel does not do it. Returns the inode if it had any of them.
         """
         state = self._handles.file(handle).state
-        if state.record is None or not has_privileges(state.record.mode):
+        if state.record is None:
             return None
-        mode = state.record.mode & ~(stat.S_ISUID | stat.S_ISGID)
-        await self.setattr(state.inode, AttributeChanges(mode=stat.S_IMODE(mode)))
-        return state.inode
+        lost = await self._clear_capability(state)
+        if has_privileges(state.record.mode):
+            mode = state.record.mode & ~(stat.S_ISUID | stat.S_ISGID)
+            await self.setattr(state.inode, AttributeChanges(mode=stat.S_IMODE(mode)))
+            lost = True
+        return state.inode if lost else None
+
+    async def _clear_capability(self, state: OpenInode) -> bool:
+        """A file with other attributes is asked once for each change of its record."""
+        record = state.record
+        if record is None or not record.flags & InodeFlag.XATTRS or state.incapable is record:
+            return False
+        try:
+            await self.getxattr(state.inode, CAPABILITY)
+            await self.removexattr(state.inode, CAPABILITY)
+        except NoSuchAttribute:
+            state.incapable = record
+            return False
+        return True
 
     async def _admit_size(self, inode: int, size: int) -> None:
         record = await self._kv.read(lambda tx: read_inode(tx, inode))

@@ -30,6 +30,8 @@ class OpenInode:
         self.lock = Mutex()
         self.log = log
         self.record: InodeRecord | None = None
+        self.incapable: InodeRecord | None = None
+        """A `record` (itself, not its equal) whose file was found without `security.capability`."""
         self.extents = ExtentMap()
         """Published extents, as last read or written by this client."""
         self.version = 0

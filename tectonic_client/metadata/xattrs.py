@@ -29,6 +29,9 @@ _SELINUX = b"security.selinux"
 """SELinux labels FUSE mounts as a whole. That there are no labels is said so that programs like ls
 ask once for the file system, and not for every file."""
 
+CAPABILITY = b"security.capability"
+"""What executing a file allows its process to do (capabilities(7))."""
+
 
 def check_xattr_name(name: bytes) -> None:
     """Raise NameTooLong, NotSupported (a namespace that nobody knows), InvalidArgument."""

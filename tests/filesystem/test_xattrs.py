@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import stat
 from collections.abc import Awaitable, Callable
 
@@ -92,6 +93,37 @@ def test_a_policy_is_listed_where_it_can_be_read() -> None:
             await fs.setxattr(inode, b"trusted.a", b"1")
             assert await fs.listxattr(inode) == [b"trusted.a"]
             assert await fs.getxattr(inode, COHERENCE) == b"push"
+
+    _on(new_volume(), work)
+
+
+def test_a_file_without_capability_is_not_asked_at_each_write() -> None:
+    """One look at the metadata serves the writes up to the next change of the file's record; what
+    this client sets in between is found."""
+
+    async def work(volume: Volume) -> None:
+        fs = volume.filesystem
+        attributes, handle = await fs.create(ROOT_INODE, b"f", 0o644, OWNER, os.O_WRONLY)
+        inode, asked = attributes.inode, 0
+        await fs.setxattr(inode, b"user.a", b"1")
+        plain = fs.getxattr
+
+        async def counted(inode: int, name: bytes) -> bytes:
+            nonlocal asked
+            asked += 1
+            return await plain(inode, name)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(fs, "getxattr", counted)
+            for _ in range(3):
+                assert await fs.clear_privileges(handle) is None
+            assert asked == 1
+            await fs.setxattr(inode, b"security.capability", b"1")
+            assert await fs.clear_privileges(handle) == inode
+            assert await fs.clear_privileges(handle) is None
+            assert asked == 3
+        assert await fs.listxattr(inode) == [b"user.a"]
+        await fs.release(handle)
 
     _on(new_volume(), work)
 

@@ -31,8 +31,8 @@ def volume(tmp_path: Path) -> str:
 def shared_mount(fuse: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """One mounted volume for all tests that only use it; it must unmount cleanly at the end."""
     base = tmp_path_factory.mktemp("shared")
-    # Device nodes open as on the host; only root may ask for that.
-    options = () if os.getuid() else ("dev",)
+    # Device nodes open as on the host, others may use it; only root may ask for that.
+    options = () if os.getuid() else ("dev", "allow_other")
     with mounted(format_volume(base), base / "mnt", *options) as mount:
         yield mount.path
         tectonicfs("umount", mount.path)

@@ -364,6 +364,61 @@ def test_writing_takes_set_user_id_away(here: Path, flags: int) -> None:
     assert stat.S_IMODE(path.stat().st_mode) == 0o2767
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="only root may give a file capabilities")
+@pytest.mark.parametrize("flags", [os.O_WRONLY, os.O_RDWR | os.O_APPEND, os.O_RDWR])
+def test_writing_takes_capabilities_away(here: Path, flags: int) -> None:
+    """A program that was written to or cut lends no capabilities, whoever did it, as on a local
+    file system; other attributes stay."""
+    path = here / "f"
+    path.write_bytes(b"xy")
+    path.chmod(0o777)
+    os.setxattr(path, "user.kept", b"1")
+    descriptor = os.open(path, flags)
+    changes: list[Callable[[], object]] = [
+        lambda: os.write(descriptor, b"x"),
+        lambda: os.ftruncate(descriptor, 1),
+        lambda: os.truncate(f"/proc/self/fd/{descriptor}", 0),
+        lambda: os.close(os.open(f"/proc/self/fd/{descriptor}", os.O_WRONLY | os.O_TRUNC)),
+    ]
+    try:
+        for change in changes:
+            for who in (_as_nobody, _as_root):
+                os.setxattr(path, _CAPABILITY, _MAY_CHOWN)
+                assert who(change) == 0
+                assert os.listxattr(path) == ["user.kept"]
+    finally:
+        os.close(descriptor)
+
+
+_CAPABILITY = "security.capability"
+_MAY_CHOWN = bytes.fromhex("0100000201000000000000000000000000000000")
+"""VFS_CAP_REVISION_2, effective, with CAP_CHOWN permitted."""
+
+
+def _as_root(work: Callable[[], object]) -> int:
+    work()
+    return 0
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root may set trusted attributes")
+def test_trusted_attributes_are_listed_to_root_only(here: Path) -> None:
+    """Others see neither names nor values, as on a local file system."""
+    path = here / "f"
+    path.touch()
+    path.chmod(0o777)
+    os.setxattr(path, "trusted.x", b"1")
+    os.setxattr(path, "user.x", b"1")
+    assert sorted(os.listxattr(path)) == ["trusted.x", "user.x"]
+
+    with path.open() as file:
+
+        def look() -> None:
+            assert os.listxattr(file.fileno()) == ["user.x"]
+            assert _fails_with(errno.ENODATA, lambda: os.getxattr(file.fileno(), "trusted.x"))
+
+        assert _as_nobody(look) == 0
+
+
 def _as_nobody(work: Callable[[], object]) -> int:
     """Exit status of a child without privileges that does `work`."""
     child = os.fork()
